@@ -1,0 +1,1 @@
+"""What no chapter teaches: plumbing, and the model itself."""

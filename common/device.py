@@ -1,0 +1,49 @@
+"""Where tensors live: names to devices and dtypes, host arrays to the device."""
+
+import numpy as np
+import torch
+
+from common.config import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the first GPU if there is one. Raises UserError if the device is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {name} is not there: PyTorch sees {torch.cuda.device_count()} GPUs; use --device cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device type {device.type!r} is not supported; use cpu or cuda")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it natively, else float32 (many times faster there)."""
+    if name == "auto":
+        native = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        name = "bfloat16" if native else "float32"
+    if name not in DTYPES:
+        raise UserError(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A host array on the device, without waiting for the device.
+
+    Pinned memory comes from PyTorch's caching host allocator, which hands a block out again only after the copy that
+    reads it has run.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device before reading a clock."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,133 @@
+"""The engine: takes requests in, drives the parts step by step, hands tokens out. It knows token ids, never text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from common.config import ModelConfig, UserError
+from common.device import upload
+from common.interfaces import CacheManager, Runner, Scheduler
+from common.interfaces import Sampler as SamplerPart
+from stage2_req.req import Batch, Output, Req
+from stage2_req.sampling import Samples, SamplingParams, check_vocab
+
+
+@dataclass
+class Stats:
+    running: int = 0  # requests
+    waiting: int = 0
+    usage: float = 0.0  # share of the cache in use, 0 to 1
+    steps: int = 0
+    computed_tokens: int = 0  # positions that went through the model
+    output_tokens: int = 0
+
+
+class Engine:
+    def __init__(
+        self,
+        model: ModelConfig,
+        scheduler: Scheduler,
+        cache: CacheManager,
+        runner: Runner,
+        sampler: SamplerPart,
+        device: torch.device,
+        seed: int = 0,
+    ):
+        self.model, self.device, self.seed = model, device, seed
+        self.scheduler, self.cache, self.runner, self.sampler = scheduler, cache, runner, sampler
+        self.next_uid = 0
+        self.counts = Stats()
+
+    # --- for callers that stream: add, step, abort ---
+
+    def add(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Queue a request; returns its uid. Raises UserError if it can't be served, and then nothing has changed."""
+        req = self.make_req(prompt_ids, params)
+        self.scheduler.add(req)
+        return req.uid
+
+    def abort(self, uid: int) -> bool:
+        """End a request without a further token; False if it is not here (any more)."""
+        return self.scheduler.abort(uid)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[Output]:
+        """Compute one batch; returns its tokens."""
+        batch = self.scheduler.schedule()
+        return [] if batch is None else self.collect(batch, self.launch(batch))
+
+    def stats(self) -> Stats:
+        stats, queues = self.counts, self.scheduler
+        stats.running, stats.waiting, stats.usage = len(queues.running), len(queues.waiting), self.cache.usage()
+        return stats
+
+    # --- for callers that wait ---
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], progress: bool = False
+    ) -> list[Req]:
+        """Run prompts (lists of token ids) to their end; returns their finished requests in the same order."""
+        if self.has_work():
+            raise UserError("generate needs an idle engine; step() the requests that are under way to their end first")
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        reqs = [self.make_req(ids, p) for ids, p in zip(prompts, params, strict=True)]  # all are checked before any starts
+        for req in reqs:
+            self.scheduler.add(req)
+        try:
+            with tqdm(total=len(reqs), unit="req", disable=not progress) as bar:
+                while self.has_work():
+                    bar.update(sum(output.finish_reason is not None for output in self.step()))
+                    bar.set_postfix(tokens=self.counts.output_tokens, refresh=False)
+        except BaseException:  # Ctrl-C too: leave nothing behind
+            for req in reqs:
+                self.abort(req.uid)
+            raise
+        return reqs
+
+    # --- inside a step ---
+
+    def make_req(self, prompt_ids: Sequence[int], params: SamplingParams) -> Req:
+        prompt, limit = [int(token) for token in prompt_ids], self.cache.max_len
+        if not prompt:
+            raise UserError("the prompt is empty; give at least one token")
+        if len(prompt) > limit:
+            raise UserError(f"the prompt has {len(prompt)} tokens, but there is room for {limit}; shorten it or raise max_model_len")
+        if min(prompt) < 0 or max(prompt) >= self.model.vocab_size:
+            raise UserError(f"the prompt has token ids outside 0 to {self.model.vocab_size - 1}; was it encoded for another model?")
+        check_vocab(params, self.model.vocab_size)
+        uid, self.next_uid = self.next_uid, self.next_uid + 1
+        seed = params.seed if params.seed is not None else (self.seed << 40) + uid
+        return Req(uid, prompt, params, seed, limit, self.model.eos_ids)
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Samples:
+        """Enqueue a step on the device. The lengths move now, before anybody knows the tokens."""
+        batch.prepare(self.device)
+        batch.input_ids = self.input_ids(batch)
+        samples = self.sampler(self.runner.run(batch), batch.sampled)
+        self.cache.commit(batch)
+        for req in batch.sampled:
+            req.device_len += 1
+        self.counts.steps += 1
+        self.counts.computed_tokens += len(batch.positions)
+        return samples
+
+    def input_ids(self, batch: Batch) -> Tensor:
+        """The tokens [T] at the new positions."""
+        ids = []
+        for req, start, end in zip(batch.reqs, batch.starts.tolist(), batch.ends.tolist(), strict=True):
+            ids += req.token_ids[start:end]
+        return upload(np.array(ids), self.device)
+
+    def collect(self, batch: Batch, samples: Samples) -> list[Output]:
+        """Wait for a step's tokens and book them."""
+        outputs = self.scheduler.update(batch, *samples.to_host())
+        self.counts.output_tokens += len(outputs)
+        return outputs

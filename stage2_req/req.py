@@ -1,0 +1,97 @@
+"""Req: one request and how far it has come. Batch: one step. Output: one token on its way out.
+
+Three lengths tell where a request stands, and their difference is what a step computes:
+
+    cached_len <= device_len <= max_device_len        extend_len = device_len - cached_len
+
+The first `cached_len` positions have their K and V in memory; `device_len` positions have a token on the device. A
+prompt is `extend_len = prompt_len`, a decode step `extend_len = 1`, and nothing else tells the two apart.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from common.device import upload
+
+if TYPE_CHECKING:
+    from stage2_req.sampling import Logprobs, SamplingParams
+
+
+class Req:
+    """A request (vLLM: Request, its state and its sequence in one).
+
+    Written by others: cached_len by the cache manager, device_len by the engine, all the rest by the scheduler.
+    """
+
+    def __init__(self, uid: int, prompt_ids: list[int], params: "SamplingParams", seed: int, max_len: int, stop_ids: frozenset[int]):
+        self.uid, self.params, self.seed = uid, params, seed
+        self.eos_ids = frozenset() if params.ignore_eos else stop_ids
+        self.token_ids = list(prompt_ids)  # the prompt and every token that the host has seen
+        self.prompt_len = len(prompt_ids)
+        self.cached_len = 0
+        self.device_len = self.prompt_len
+        self.max_device_len = min(self.prompt_len + params.max_tokens, max_len + 1)  # the last token needs no row
+        self.finish_reason: str | None = None  # eos | stop_token | max_tokens | length | abort
+        self.logprobs: list[Logprobs] = []
+        self.arrived_at = time.perf_counter()
+        self.first_token_at = self.finished_at = 0.0
+
+    @property
+    def extend_len(self) -> int:
+        """Positions still to compute; 0 once the last allowed token has been sampled."""
+        return self.device_len - self.cached_len if self.device_len < self.max_device_len else 0
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
+
+    def reason_to_stop(self, token: int) -> str | None:
+        """Why the text ends with this token, which has just been appended, or None."""
+        if token in self.eos_ids:
+            return "eos"
+        if token in self.params.stop_token_ids:
+            return "stop_token"
+        if len(self.token_ids) == self.prompt_len + self.params.max_tokens:
+            return "max_tokens"
+        return "length" if len(self.token_ids) == self.max_device_len else None
+
+
+class Batch:
+    """One step, frozen when it is scheduled, because the requests' own lengths move on before the host reads the tokens.
+
+    Requests with one new position come first. Arrays are [B] int64 on the host: `lens` new positions of each request,
+    which are positions `starts` to `ends`; `samples`: is the last of them the request's newest token, so that the next
+    one is to be sampled? `rows` is the cache manager's own index of each request.
+    """
+
+    def __init__(self, picks: list[tuple[Req, int]]):
+        """picks: (request, how many of its positions to compute)."""
+        picks = [p for p in picks if p[1] == 1] + [p for p in picks if p[1] > 1]
+        self.reqs = [req for req, _ in picks]
+        self.lens = np.array([n for _, n in picks])
+        self.starts = np.array([req.cached_len for req in self.reqs])
+        self.ends = self.starts + self.lens
+        self.num_decode = int((self.lens == 1).sum())
+        self.samples = self.ends == np.array([req.device_len for req in self.reqs])
+        self.sampled = [req for req, samples in zip(self.reqs, self.samples.tolist(), strict=True) if samples]
+        self.rows: np.ndarray | None = None
+
+    def prepare(self, device: torch.device) -> None:
+        """Tensors on the device: positions [T], and last_index [S], where in T the logits of the sampled requests are."""
+        last = self.lens.cumsum() - 1
+        self.positions = upload(np.arange(last[-1] + 1) + np.repeat(self.ends - 1 - last, self.lens), device)
+        self.last_index = upload(last[self.samples], device)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One token of one request. finish_reason is set with the last."""
+
+    uid: int
+    token_id: int
+    finish_reason: str | None = None
+    logprobs: "Logprobs | None" = None

@@ -1,0 +1,202 @@
+"""SamplingParams: what a request wants. Sampler: logits to tokens, on the device, the same in any company.
+
+Randomness has no state: the noise of a draw is a function of (seed, position, token). So a request gets the same text
+whatever else is in its batch, and goes on to the same text after it was interrupted.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.config import UserError, check_range
+from common.device import upload
+from stage2_req.req import Req
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to pick tokens and when to stop. Raises UserError for a value out of range."""
+
+    temperature: float = 0.0  # 0: always the likeliest token
+    top_k: int = 0  # only the k likeliest tokens; 0 or -1: all
+    top_p: float = 1.0  # only the likeliest tokens that together reach this probability (nucleus)
+    min_p: float = 0.0  # only tokens at least this likely, relative to the likeliest
+    seed: int | None = None
+    repetition_penalty: float = 1.0  # > 1 discourages every token of prompt and output (Keskar et al., 2019)
+    presence_penalty: float = 0.0  # subtracted once from the logit of every token in the output
+    frequency_penalty: float = 0.0  # subtracted once for every time that it is there
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # log-probabilities of the chosen token and of this many likeliest ones
+    stop_token_ids: frozenset[int] = frozenset()
+    max_tokens: int = 16
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        check_range("temperature", self.temperature, 0)
+        check_range("top_k", self.top_k, -1)
+        check_range("top_p", self.top_p, 0, 1, open_low=True)
+        check_range("min_p", self.min_p, 0, 1)
+        check_range("repetition_penalty", self.repetition_penalty, 0, open_low=True)
+        check_range("presence_penalty", self.presence_penalty, -2, 2)
+        check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        check_range("max_tokens", self.max_tokens, 1)
+        if self.logprobs is not None:
+            check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for token, bias in self.logit_bias.items():
+            check_range(f"logit_bias of token {token}", bias, -100, 100)
+        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+
+    @cached_property
+    def adjusts(self) -> bool:
+        """Does it change logits one by one, looking at the text so far?"""
+        return bool(self.penalizes or self.logit_bias)
+
+    @cached_property
+    def penalizes(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @cached_property
+    def deterministic(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
+
+    @cached_property
+    def filters(self) -> bool:
+        return not self.deterministic and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @cached_property
+    def greedy(self) -> bool:
+        """One argmax over the raw logits is all it takes."""
+        return self.deterministic and not self.adjusts and self.logprobs is None
+
+
+class Logprobs(NamedTuple):
+    """Of one token, under the model's own distribution (before penalties, temperature and filters)."""
+
+    chosen: float
+    top: list[tuple[int, float]]  # (token id, log-probability), likeliest first
+
+
+@dataclass
+class Samples:
+    """What a step sampled, still on the device."""
+
+    tokens: Tensor  # [S] int64
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None  # chosen [S], top values [S, k], top ids [S, k]
+
+    def to_host(self) -> tuple[list[int], list[Logprobs] | None]:
+        """Waits for the device."""
+        if self.logprobs is None:
+            return self.tokens.tolist(), None
+        rows = zip(*(t.tolist() for t in self.logprobs), strict=True)
+        return self.tokens.tolist(), [Logprobs(chosen, list(zip(ids, top, strict=True))) for chosen, top, ids in rows]
+
+
+class Sampler:
+    def __call__(self, logits: Tensor, reqs: list[Req]) -> Samples:
+        """logits [S, V] -> one token for each of S requests."""
+        params = [req.params for req in reqs]
+        if all(p.greedy for p in params):
+            return Samples(logits.argmax(-1))
+        raw = logits.float()
+        scores = self.adjust(raw, reqs) if any(p.adjusts for p in params) else raw
+        if not all(p.deterministic for p in params):
+            scores = self.perturb(scores, reqs)
+        tokens = scores.argmax(-1)
+        return Samples(tokens, self.logprobs(raw, tokens, params))
+
+    def adjust(self, logits: Tensor, reqs: list[Req]) -> Tensor:
+        """Penalties and biases; repetition first, as in Hugging Face, then OpenAI's two, then the bias."""
+        logits = logits.clone()
+        for row, req in zip(logits, reqs, strict=True):
+            p = req.params
+            if p.repetition_penalty != 1:
+                ids = upload(np.unique(req.token_ids), row.device)
+                seen = row[ids]
+                row[ids] = torch.where(seen > 0, seen / p.repetition_penalty, seen * p.repetition_penalty)
+            delta = dict(p.logit_bias)
+            if p.presence_penalty or p.frequency_penalty:
+                for token, count in Counter(req.output_ids).items():
+                    delta[token] = delta.get(token, 0.0) - p.presence_penalty - p.frequency_penalty * count
+            if delta:
+                values = upload(np.fromiter(delta.values(), np.float32, len(delta)), row.device)
+                row.index_add_(0, upload(np.fromiter(delta, np.int64, len(delta)), row.device), values)
+        return logits
+
+    def perturb(self, logits: Tensor, reqs: list[Req]) -> Tensor:
+        """Scores whose argmax is a draw from softmax(logits / temperature), filtered (the Gumbel-max trick).
+
+        Rows of requests without randomness keep their argmax.
+        """
+        params, device = [req.params for req in reqs], logits.device
+        heat = np.array([0.0 if p.deterministic else p.temperature for p in params], np.float32)[:, None]
+        heat, scale = upload(heat, device), upload(np.where(heat > 0, heat, 1), device)
+        scores = (logits - logits.amax(-1, keepdim=True)) / scale  # the maximum is 0: no overflow for a tiny temperature
+        filtered = [i for i, p in enumerate(params) if p.filters]
+        if filtered:
+            rows = upload(np.array(filtered), device)
+            scores[rows] = keep_likeliest(scores[rows], [params[i] for i in filtered])
+        noise = gumbel([req.seed for req in reqs], [req.device_len for req in reqs], logits.shape[1], device)
+        return torch.where(heat > 0, scores + noise, scores)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, params: list[SamplingParams]) -> tuple[Tensor, Tensor, Tensor] | None:
+        most = max((p.logprobs for p in params if p.logprobs is not None), default=None)
+        if most is None:
+            return None
+        logprobs = logits.log_softmax(-1)
+        values, ids = logprobs.topk(min(most, logits.shape[1]), -1)
+        return logprobs.gather(-1, tokens[:, None])[:, 0], values, ids
+
+
+def keep_likeliest(scores: Tensor, params: list[SamplingParams]) -> Tensor:
+    """scores [S, V] with -inf for the tokens that top_k, then top_p, then min_p rule out; the likeliest always stays."""
+
+    def column(values: list[float]) -> Tensor:
+        return upload(np.array(values, np.float32)[:, None], scores.device)
+
+    size = scores.shape[1]
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(size, device=scores.device)
+    keep = rank < column([p.top_k if p.top_k > 0 else size for p in params])
+    probs = ordered.masked_fill(~keep, -math.inf).softmax(-1)
+    keep &= probs.cumsum(-1) - probs < column([p.top_p for p in params])
+    keep &= probs >= probs[:, :1] * column([p.min_p for p in params])
+    keep[:, 0] = True
+    return torch.full_like(scores, -math.inf).scatter_(-1, order, ordered.masked_fill(~keep, -math.inf))
+
+
+def gumbel(seeds: list[int], positions: list[int], vocab_size: int, device: torch.device) -> Tensor:
+    """Standard Gumbel noise [S, vocab_size], float32: a hash of (seed, position, token), no generator.
+
+    The row's key is mixed on the host (splitmix64; Steele et al., 2014), then each element with a 32-bit finalizer
+    (lowbias32 by C. Wellons).
+    """
+    with np.errstate(over="ignore"):
+        key = np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        key += np.array(positions, np.uint64) * np.uint64(0xD1B54A32D192ED03)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
+        key ^= key >> np.uint64(31)
+    low, high = (upload(k.astype(np.int64)[:, None], device) for k in (key & np.uint64(0xFFFFFFFF), key >> np.uint64(32)))
+    x = (torch.arange(vocab_size, device=device) * 0x9E3779B1 + low) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    x = (x ^ (x >> 16)) ^ high
+    uniform = (x.float() + 0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)  # fine near 0, where the large noise comes from
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def check_vocab(params: SamplingParams, vocab_size: int) -> None:
+    """UserError for a token id that the model does not have."""
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise UserError(f"{name} names token {token}; the model has tokens 0 to {vocab_size - 1}")

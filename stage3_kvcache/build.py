@@ -1,0 +1,19 @@
+"""Stage 3 in one place: the frame of stage 2, with a memory."""
+
+from common.checkpoint import load
+from common.config import EngineConfig
+from stage2_req.engine import Engine
+from stage2_req.runner import ModelRunner
+from stage2_req.sampling import Sampler
+from stage2_req.scheduler import FCFSScheduler
+from stage3_kvcache.attention import CachedAttention  # NEW
+from stage3_kvcache.cache import SingleCacheManager  # NEW
+from stage3_kvcache.kv_pool import KVCachePool  # NEW
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    m = load(config)
+    cache = SingleCacheManager(m.max_len)
+    pool = KVCachePool(m.model.config, m.max_len, m.device, m.dtype)
+    runner = ModelRunner(m.model, CachedAttention(m.kernels, pool, m.device))
+    return Engine(m.model.config, FCFSScheduler(cache), cache, runner, Sampler(), m.device, config.seed)
