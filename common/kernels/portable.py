@@ -67,11 +67,14 @@ def flash_attn_with_kvcache(
         k, v = k_cache[cache_batch_idx], v_cache[cache_batch_idx]
     else:
         k, v = k_cache, v_cache
-    (_, sq, _, _), (_, sk, heads_kv, _) = q.shape, k.shape
-    newest = cache_seqlens[:, None] - 1  # [B, 1]
-    last = newest + torch.arange(1 - sq, 1, device=q.device) if causal else newest.expand(-1, sq)
-    mask = torch.arange(sk, device=q.device) <= last[:, :, None]  # [B, Sq, Sk]
-    q = q.transpose(1, 2).unflatten(1, (heads_kv, -1)).flatten(2, 3)  # [B, Hkv, G * Sq, D]
-    mask = mask[:, None].repeat(1, 1, q.shape[2] // sq, 1)  # the group's heads follow each other, each Sq rows
+    (_, sq, heads, _), (_, sk, heads_kv, _) = q.shape, k.shape
+    groups = heads // heads_kv
+    mask = None
+    if sq > 1 or q.is_cuda or min(cache_seqlens.tolist()) < sk:  # reading lengths back would stall a GPU
+        last = cache_seqlens[:, None] - 1  # [B, 1]: the newest row
+        last = last + torch.arange(1 - sq, 1, device=q.device) if causal else last.expand(-1, sq)
+        mask = torch.arange(sk, device=q.device) <= last[:, :, None]  # [B, Sq, Sk]
+        mask = mask[:, None, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
+    q = q.transpose(1, 2).unflatten(1, (heads_kv, groups)).flatten(2, 3)  # [B, Hkv, G * Sq, D]
     out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
-    return out.unflatten(2, (-1, sq)).flatten(1, 2).transpose(1, 2)
+    return out.unflatten(2, (groups, sq)).flatten(1, 2).transpose(1, 2)

@@ -1,0 +1,59 @@
+"""The flags that the run.py files share, and how they end."""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+
+from common.config import EngineConfig, UserError
+from common.device import DTYPES
+from common.kernels import KERNELS
+
+# flag -> (type, help); the defaults are EngineConfig's
+FLAGS = {
+    "model": (str, "smollm2-135m, a folder in Hugging Face's layout, a hub id, or dummy:NAME for random weights"),
+    "device": (str, "auto, cpu, cuda or cuda:N"),
+    "dtype": (str, f"auto, {', '.join(DTYPES)}"),
+    "attn": (str, f"attention kernels: {', '.join(KERNELS)}"),
+    "max_model_len": (int, "longest sequence in tokens, prompt and output together; default: what the model was made for"),
+    "seed": (int, "decides the draws of requests that bring no seed"),
+}
+COMMON = ("model", "device", "dtype", "attn", "max_model_len", "seed", "save")
+
+
+def parser(description: str, *flags: str) -> argparse.ArgumentParser:
+    """A parser with the named flags, or the common ones. `save` is a switch: write a record and the plots."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    for flag in flags or COMMON:
+        if flag == "save":
+            result.add_argument("--save", action="store_true", help="write the record and the plots to this stage's results/")
+        else:
+            kind, text = FLAGS[flag]
+            note = "" if defaults[flag] is None else f" (default: {defaults[flag]})"
+            result.add_argument(f"--{flag.replace('_', '-')}", type=kind, default=defaults[flag], help=text + note)
+    return result
+
+
+def config(args: argparse.Namespace, **changes) -> EngineConfig:
+    """The EngineConfig that the flags describe."""
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    return EngineConfig(**{key: value for key, value in vars(args).items() if key in known} | changes)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a script's main. A UserError is one line and status 2; Ctrl-C is status 130 without a traceback."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

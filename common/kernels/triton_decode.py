@@ -1,0 +1,158 @@
+"""Attention of one new token a request over a paged cache, in Triton: flash-attn's decode function for any page size.
+
+Decoding reads every cached key and value once and computes next to nothing, so all that matters is to keep enough loads
+in flight. Hence flash-decoding (Dao et al., 2023): each request's rows are split over several programs, and a second,
+small kernel merges their softmaxes. All query heads that share a KV head sit in one program, so K and V are read once.
+
+The number of splits depends on shapes alone, never on lengths: a launch can be recorded in a CUDA graph and replayed
+while the requests grow. What a program does within its split follows from the length that it reads on the device.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 64  # rows of K and V that a program takes at a time
+MIN_CHUNK = 128  # rows below which one more split costs more than it hides
+PROGRAMS_PER_SM = 4  # enough to hide memory latency; more only adds partial results to merge
+MAX_SPLITS = 128
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    cache_batch_idx: Tensor | None = None,
+    block_table: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """Attention of one new token a request over its cache, in which its K and V have been stored already.
+
+    q [B, 1, Hq, D], its last dimension contiguous. Caches are [slots, max_len, Hkv, D] (request b in slot
+    cache_batch_idx[b], or b), or pages [num_pages, page_size, Hkv, D] of any size with block_table [B, P] int32.
+    cache_seqlens [B] int32 counts the rows of each request, the new one included; a request of length 0 reads nothing
+    and gets zeros. `causal` changes nothing for a single query. Returns [B, 1, Hq, D].
+    """
+    batch, queries, heads, dim = q.shape
+    page_size, heads_kv = k_cache.shape[1:3]
+    assert queries == 1, "one query token a request"
+    assert k_cache.stride() == v_cache.stride() and q.stride(3) == k_cache.stride(3) == 1
+    if block_table is None:  # a slot is one long page
+        slots = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
+        block_table = slots[:, None]
+    assert block_table.stride(1) == 1 or block_table.shape[1] == 1
+
+    splits = _num_splits(batch * heads_kv, block_table.shape[1] * page_size, _num_sms(q.device))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    partial = out if splits == 1 else out.new_empty((batch, heads, splits, dim), dtype=torch.float32)
+    weight = partial if splits == 1 else partial.new_empty((batch, heads, splits))
+    padded_dim = max(16, triton.next_power_of_2(dim))
+    _attend[(heads_kv, batch, splits)](
+        q, k_cache, v_cache, block_table, cache_seqlens, partial, weight, splits, dim**-0.5 * 1.4426950408889634,
+        q.stride(0), q.stride(2), *k_cache.stride()[:3], block_table.stride(0),
+        PAGE=page_size, GROUP=heads // heads_kv, ROWS=max(16, triton.next_power_of_2(heads // heads_kv)), DIM=dim,
+        PADDED_DIM=padded_dim, BLOCK=BLOCK, MIN_CHUNK=MIN_CHUNK, WHOLE=splits == 1, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        _merge[(heads, batch)](
+            partial, weight, cache_seqlens, out, splits,
+            MAX_SPLITS=triton.next_power_of_2(splits), DIM=dim, PADDED_DIM=padded_dim, MIN_CHUNK=MIN_CHUNK, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def _num_splits(pairs: int, max_len: int, num_sms: int) -> int:
+    """Splits of each (request, KV head) pair: enough for the chip, no more than the longest possible request can use."""
+    return max(1, min(num_sms * PROGRAMS_PER_SM // pairs, triton.cdiv(max_len, MIN_CHUNK), MAX_SPLITS))
+
+
+@triton.jit
+def _rows_per_split(length, splits, MIN_CHUNK: tl.constexpr):
+    """Even shares of the length that a request has now; those beyond the last row stay empty."""
+    return tl.maximum(tl.cdiv(tl.cdiv(length, splits), 16) * 16, MIN_CHUNK)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _attend(
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, out_ptr, weight_ptr, splits, scale,
+    q_batch, q_head, kv_page, kv_row, kv_head, table_row,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, MIN_CHUNK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """One split of one request for the GROUP query heads of one KV head, padded to the ROWS that a matrix unit wants.
+
+    WHOLE: there is one split, and out_ptr is the result [B, Hq, D]. Otherwise out_ptr [B, Hq, splits, D] float32 takes
+    the split's own softmax average and weight_ptr [B, Hq, splits] the log2 of its weight in the whole.
+    """
+    # Heads vary fastest: programs that run side by side read neighbouring memory, and empty splits come last.
+    head, request, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    length = tl.load(lens_ptr + request)
+    chunk = _rows_per_split(length, splits, MIN_CHUNK)
+    begin = split * chunk
+    end = tl.minimum(begin + chunk, length)
+    if not WHOLE and begin >= end:
+        return
+
+    group, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
+    is_dim = dims < DIM
+    is_query = (group < GROUP)[:, None] & is_dim[None, :]
+    query = head * GROUP + group
+    q = tl.load(q_ptr + request * q_batch + query[:, None] * q_head + dims[None, :], mask=is_query, other=0.0)
+    table_ptr += request * table_row
+    k_ptr += head * kv_head
+    v_ptr += head * kv_head
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)  # the online softmax: maximum, sum, and weighted values so far
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    for start in range(begin, end, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        is_row = rows < end
+        pages = tl.load(table_ptr + rows // PAGE, mask=is_row, other=0).to(tl.int64)  # pools outgrow 32 bits
+        at = (pages * kv_page + rows % PAGE * kv_row)[:, None] + dims[None, :]
+        mask = is_row[:, None] & is_dim[None, :]  # V's masked rows must be finite: they are multiplied by zero
+        k = tl.load(k_ptr + at, mask=mask, other=0.0)
+        scores = tl.dot(q, k.T, input_precision="ieee") * scale  # [ROWS, BLOCK]
+        scores = tl.where(is_row[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        probs = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        v = tl.load(v_ptr + at, mask=mask, other=0.0)
+        acc = tl.dot(probs.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(probs, 1)
+        top = new_top
+
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    index = request * (tl.num_programs(0) * GROUP) + query
+    if not WHOLE:
+        index = index * splits + split
+        tl.store(weight_ptr + index, top + tl.log2(total), mask=group < GROUP)
+    tl.store(out_ptr + index[:, None] * DIM + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=is_query)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge(
+    partial_ptr, weight_ptr, lens_ptr, out_ptr, splits,
+    MAX_SPLITS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, MIN_CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The average of the splits' results by weight, for one request and query head: [splits, D] -> [D]."""
+    length = tl.load(lens_ptr + tl.program_id(1))
+    index = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    split, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, PADDED_DIM)
+    used = split * _rows_per_split(length, splits, MIN_CHUNK) < length
+    weight = tl.load(weight_ptr + index * splits + split, mask=used, other=float("-inf"))
+    weight = tl.exp2(weight - tl.maximum(tl.max(weight, 0), -1e30))  # an empty request has -inf only, and must not get NaN
+    mask = used[:, None] & (dims < DIM)[None, :]
+    values = tl.load(partial_ptr + (index * splits + split)[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+    total = tl.sum(weight, 0)
+    out = tl.sum(values * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + index * DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < DIM)

@@ -1,0 +1,95 @@
+"""What a run shows and keeps: tables in the terminal, JSON records, plots. One style for all."""
+
+import argparse
+import datetime
+import json
+import platform
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+console = Console(highlight=False)
+# Okabe & Ito (2008): told apart by the colour-blind, and on light and dark ground
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+
+
+def say(text: str = "") -> None:
+    console.print(text, markup=False)
+
+
+def heading(text: str) -> None:
+    console.rule(f"[bold]{text}", align="left")
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
+    """Print rows; numbers to the right."""
+    result = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        number = all(isinstance(row[index], int | float) for row in rows)
+        result.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        result.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else str(cell) for cell in row))
+    console.print(result)
+
+
+def device_name() -> str:
+    """Short name of the machine in file names: `cpu`, or the GPU's, such as `h200`."""
+    return torch.cuda.get_device_name().lower().split()[-1] if torch.cuda.is_available() else "cpu"
+
+
+def machine() -> dict:
+    """Where a record was made."""
+    processor = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            processor = line.split(":")[1].strip()
+            break
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else processor,
+        "threads": torch.get_num_threads(),
+        "bf16_native": torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def results_path(script: str, name: str) -> Path:
+    """stageN_*/results/NAME beside a script's __file__."""
+    return Path(script).resolve().parent / "results" / name
+
+
+def save(script: str, name: str, args: argparse.Namespace, data: dict) -> Path:
+    """Write results/<device>[-name].json: machine, flags, data."""
+    path = results_path(script, f"{device_name()}{'-' * bool(name)}{name}.json")
+    path.parent.mkdir(exist_ok=True)
+    flags = {key: value for key, value in vars(args).items() if key != "save"}
+    path.write_text(json.dumps({"machine": machine(), "flags": flags, **data}, indent=1) + "\n")
+    say(f"wrote {path.name}")
+    return path
+
+
+@contextmanager
+def plot(script: str, name: str, title: str, x: str, y: str):
+    """A figure to draw into; written to results/NAME.png at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"axes.prop_cycle": pyplot.cycler(color=COLOURS), "axes.spines.top": False, "axes.spines.right": False, "font.size": 11}):
+        figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+        axes.set(title=title, xlabel=x, ylabel=y)
+        axes.grid(alpha=0.3)
+        yield axes
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False)
+        path = results_path(script, f"{name}.png")
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
+        say(f"wrote {path.name}")
