@@ -185,13 +185,24 @@ def gumbel(seeds: list[int], positions: list[int], vocab_size: int, device: torc
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
         key ^= key >> np.uint64(31)
-    low, high = (upload(k.astype(np.int64)[:, None], device) for k in (key & np.uint64(0xFFFFFFFF), key >> np.uint64(32)))
-    x = (torch.arange(vocab_size, device=device) * 0x9E3779B1 + low) & 0xFFFFFFFF
+    low, high = (upload((key >> np.uint64(shift)).astype(np.uint32).view(np.int32)[:, None], device) for shift in (0, 32))
+    x = torch.arange(vocab_size, dtype=torch.int32, device=device).mul_(_int32(0x9E3779B1)) + low
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
-    x = (x ^ (x >> 16)) ^ high
-    uniform = (x.float() + 0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)  # fine near 0, where the large noise comes from
+        x.bitwise_xor_(_shift_right(x, shift)).mul_(_int32(factor))
+    x.bitwise_xor_(_shift_right(x, 16)).bitwise_xor_(high)
+    uniform = x.view(torch.uint32).float().add_(0.5).mul_(2.0**-32)
+    uniform.clamp_(max=1 - 2.0**-24)  # near 0, where the large noise comes from, a float is fine enough
     return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _int32(value: int) -> int:
+    """The signed number with the same 32 bits: PyTorch multiplies signed integers only, and wraps them."""
+    return value - (value >> 31 << 32)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """As if x were unsigned."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def check_vocab(params: SamplingParams, vocab_size: int) -> None:

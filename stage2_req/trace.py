@@ -19,7 +19,11 @@ class TraceRow(NamedTuple):
 
 class TracedRunner:
     def __init__(self, runner: Runner):
-        self.runner, self.rows, self.step = runner, [], 0
+        self.runner = runner
+        self.clear()
+
+    def clear(self) -> None:
+        self.rows, self.step = [], 0
 
     def run(self, batch: Batch) -> Tensor:
         columns = (batch.reqs, batch.starts.tolist(), batch.lens.tolist(), batch.samples.tolist())

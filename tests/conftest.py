@@ -1,0 +1,130 @@
+"""What the tests share: tiny random checkpoints, Hugging Face's own answers for them, and the default model."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import functools
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.checkpoint import DEFAULT_MODEL, fetch_default
+from common.config import EngineConfig
+
+torch.set_num_threads(1)  # tiny models gain nothing from threads
+
+MAX_POSITION = 512
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITION,
+    "initializer_range": 0.4,  # wide, so that texts vary and no two logits are nearly equal
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# name -> (architecture, what differs from SHAPE)
+CHECKPOINTS = {
+    "llama": ("LlamaForCausalLM", {"tie_word_embeddings": False}),
+    "llama3": ("LlamaForCausalLM", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True, "hidden_size": 48}),
+    "qwen3": ("Qwen3ForCausalLM", {"tie_word_embeddings": False, "head_dim": 24}),
+    "mistral": ("MistralForCausalLM", {"tie_word_embeddings": False, "sliding_window": None}),
+}
+
+
+@dataclass
+class Checkpoint:
+    """A folder in Hugging Face's layout, and the transformers model that it was written from."""
+
+    path: Path
+    hf: torch.nn.Module
+    answers: dict = field(default_factory=dict)  # what `reference` has computed already
+
+    @property
+    def vocab_size(self) -> int:
+        return self.hf.config.vocab_size
+
+    def config(self, **changes) -> EngineConfig:
+        return EngineConfig(**{"model": str(self.path), "device": "cpu", "dtype": "float32"} | changes)
+
+    def prompt(self, length: int, seed: int = 0) -> list[int]:
+        generator = torch.Generator().manual_seed(1000 * seed + length)
+        return torch.randint(self.vocab_size, (length,), generator=generator).tolist()
+
+
+def make_checkpoint(folder: Path, name: str, **changes) -> Checkpoint:
+    """Write the named tiny model with random weights; also biases and norms, which Hugging Face starts at 0 and 1."""
+    import transformers
+
+    architecture, differences = CHECKPOINTS[name]
+    model_class = getattr(transformers, architecture)
+    torch.manual_seed(sum(name.encode()))
+    hf = model_class(model_class.config_class(**SHAPE | differences | changes)).eval().requires_grad_(False)
+    for parameter in hf.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    hf.save_pretrained(folder)
+    return Checkpoint(folder, hf)
+
+
+@torch.inference_mode()
+def reference(checkpoint: Checkpoint, prompt: list[int], n: int) -> list[int]:
+    """The n tokens that Hugging Face's greedy `generate` puts after the prompt."""
+    key = (tuple(prompt), n)
+    if key not in checkpoint.answers:
+        ids = torch.tensor([prompt])
+        settings = {"max_new_tokens": n, "min_new_tokens": n, "do_sample": False}
+        out = checkpoint.hf.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        checkpoint.answers[key] = out[0, len(prompt) :].tolist()
+    return checkpoint.answers[key]
+
+
+def copy_with_eos(checkpoint: Checkpoint, folder: Path, eos_token_id: int | list[int]) -> Path:
+    """A copy of the folder in which generation_config.json names these eos ids."""
+    shutil.copytree(checkpoint.path, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_token_id}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory):
+    """tiny_checkpoint(name) -> Checkpoint, for a name in CHECKPOINTS; written once a session."""
+
+    @functools.cache
+    def get(name: str) -> Checkpoint:
+        return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / name, name)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The default model's folder, fetched if it is not here yet."""
+    assert DEFAULT_MODEL == EngineConfig().model
+    return fetch_default()
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; PyTorch sees none"))
