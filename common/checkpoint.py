@@ -48,11 +48,11 @@ def cache_dir() -> Path:
 class Loaded(NamedTuple):
     """What every stage starts from."""
 
+    config: EngineConfig  # with nothing left open but kv_tokens
     model: CausalLM
     kernels: Kernels
     device: torch.device
     dtype: torch.dtype
-    max_len: int  # longest sequence, in tokens
 
 
 def load(config: EngineConfig) -> Loaded:
@@ -61,15 +61,13 @@ def load(config: EngineConfig) -> Loaded:
     dtype = resolve_dtype(config.dtype, device)
     kernels = select_kernels(config.attn, device, dtype)
     shape, folder = load_config(config.model)
-    max_len = config.max_model_len or shape.max_position
-    if max_len > shape.max_position:
-        raise UserError(f"max_model_len is {max_len}, but the model was made for {shape.max_position} tokens; give at most that")
+    config = config.resolve(device.type, shape.max_position)
     model = empty_model(shape, device, dtype)
     if folder is None:
         fill_dummy(model)
     else:
         load_weights(model, checkpoint_tensors(folder, device))
-    return Loaded(finish_model(model, max_len), kernels, device, dtype, max_len)
+    return Loaded(config, finish_model(model, config.max_model_len), kernels, device, dtype)
 
 
 def load_tokenizer(name: str) -> Tokenizer | None:

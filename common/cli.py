@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from common.config import EngineConfig, UserError
+from common.config import DEVICE_DEFAULTS, EngineConfig, UserError
 from common.device import DTYPES
 from common.kernels import KERNELS
 
@@ -16,22 +16,28 @@ FLAGS = {
     "device": (str, "auto, cpu, cuda or cuda:N"),
     "dtype": (str, f"auto, {', '.join(DTYPES)}"),
     "attn": (str, f"attention kernels: {', '.join(KERNELS)}"),
-    "max_model_len": (int, "longest sequence in tokens, prompt and output together; default: what the model was made for"),
+    "max_model_len": (int, "longest sequence in tokens, prompt and output together; never more than the model was made for"),
+    "max_running": (int, "requests that compute at the same time"),
+    "max_batch_tokens": (int, "positions computed in one step; longer prompts come in chunks of this"),
+    "page_size": (int, "tokens in a page of the KV pool"),
+    "kv_tokens": (int, "size of the KV pool in tokens; default on a GPU: what is free"),
+    "memory_fraction": (float, "share of a GPU's memory to use, for everything together"),
     "seed": (int, "decides the draws of requests that bring no seed"),
 }
 COMMON = ("model", "device", "dtype", "attn", "max_model_len", "seed", "save")
 
 
-def parser(description: str, *flags: str) -> argparse.ArgumentParser:
-    """A parser with the named flags, or the common ones. `save` is a switch: write a record and the plots."""
+def parser(description: str, *extra: str, flags: tuple[str, ...] = COMMON) -> argparse.ArgumentParser:
+    """A parser with the common flags and some extra ones. `save` is a switch: write a record and the plots."""
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-    for flag in flags or COMMON:
+    for flag in (*flags, *extra):
         if flag == "save":
             result.add_argument("--save", action="store_true", help="write the record and the plots to this stage's results/")
         else:
             kind, text = FLAGS[flag]
-            note = "" if defaults[flag] is None else f" (default: {defaults[flag]})"
+            values = defaults[flag] or ", ".join(f"{d[flag]} on {name}" for name, d in DEVICE_DEFAULTS.items() if d.get(flag))
+            note = f" (default: {values})" if values != "" else ""
             result.add_argument(f"--{flag.replace('_', '-')}", type=kind, default=defaults[flag], help=text + note)
     return result
 

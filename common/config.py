@@ -92,21 +92,44 @@ DUMMY_MODELS = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything `build_engine` needs; each run.py offers the fields that its stage uses as flags."""
+    """Everything `build_engine` needs; each run.py offers the fields that its stage uses as flags.
+
+    None means: the default of the device, from DEVICE_DEFAULTS.
+    """
 
     model: str = "smollm2-135m"
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     attn: str = "auto"  # a name in common.kernels.KERNELS
-    max_model_len: int | None = None  # prompt and output together, in tokens; None: what the model was trained for
     seed: int = 0  # decides the draws of requests that bring no seed of their own
+    max_model_len: int | None = None  # prompt and output together, in tokens; never more than the model was made for
+    max_running: int | None = None  # requests that compute at the same time
+    max_batch_tokens: int | None = None  # positions computed in one step; longer prompts come in chunks
+    page_size: int | None = None  # tokens
+    kv_tokens: int | None = None  # size of the KV pool; on a GPU None means: what is free
+    memory_fraction: float = 0.9  # of a GPU's memory, for everything together
 
     def __post_init__(self):
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise UserError(f"max_model_len is {self.max_model_len}; give 1 or more")
+        for name in ("max_model_len", "max_running", "max_batch_tokens", "page_size", "kv_tokens"):
+            if (value := getattr(self, name)) is not None:
+                check_range(name, value, 1)
+        check_range("memory_fraction", self.memory_fraction, 0, 1, open_low=True)
 
-    def replace(self, **changes) -> "EngineConfig":
-        return replace(self, **changes)
+    def resolve(self, device_type: str, max_position: int) -> "EngineConfig":
+        """With the device's defaults in place of None."""
+        defaults = DEVICE_DEFAULTS[device_type]
+        changes = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        longest = changes.get("max_model_len") or self.max_model_len or max_position
+        if self.max_model_len is not None and longest > max_position:
+            raise UserError(f"max_model_len is {longest}, but the model was made for {max_position} tokens; give at most that")
+        return replace(self, **changes | {"max_model_len": min(longest, max_position)})
+
+
+# What fits a laptop, and what fills a GPU.
+DEVICE_DEFAULTS = {
+    "cpu": {"max_model_len": 2048, "max_running": 16, "max_batch_tokens": 512, "page_size": 16, "kv_tokens": 16384},
+    "cuda": {"max_model_len": None, "max_running": 256, "max_batch_tokens": 8192, "page_size": 1, "kv_tokens": None},
+}
 
 
 def check_range(name: str, value: float, low: float, high: float = math.inf, *, open_low: bool = False) -> None:

@@ -43,8 +43,8 @@ def answer(args) -> dict:
     if not args.prompt.strip():
         raise UserError("--prompt is empty; ask something")
     prompt = tokenizer.chat([{"role": "user", "content": args.prompt}]) if tokenizer else list(range(1, 33))
-    if len(prompt) + args.max_tokens > m.max_len:
-        raise UserError(f"prompt and answer together are {len(prompt) + args.max_tokens} tokens; the limit is {m.max_len}")
+    if len(prompt) + args.max_tokens > m.config.max_model_len:
+        raise UserError(f"prompt and answer together are {len(prompt) + args.max_tokens} tokens; the limit is {m.config.max_model_len}")
     report.say(f"{args.model}, {m.dtype}, {m.device}; the prompt has {len(prompt)} tokens. {args.prompt}\n")
     decoder = IncrementalDecoder(tokenizer) if tokenizer else None
     stamps = [time.perf_counter()]

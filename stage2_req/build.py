@@ -12,6 +12,6 @@ from stage2_req.scheduler import FCFSScheduler  # NEW
 
 def build_engine(config: EngineConfig) -> Engine:
     m = load(config)
-    cache = NullCacheManager(m.max_len)
+    cache = NullCacheManager(m.config.max_model_len)
     runner = ModelRunner(m.model, FullAttention(m.kernels, m.device))
     return Engine(m.model.config, FCFSScheduler(cache), cache, runner, Sampler(), m.device, config.seed)

@@ -19,7 +19,7 @@ from stage3_kvcache.build import build_engine
 
 
 def main() -> None:
-    parser = cli.parser(__doc__, "model", "device", "attn", "save")
+    parser = cli.parser(__doc__, flags=("model", "device", "attn", "save"))
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], help="one or several (default: both)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens a run (default: 64)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, in turns; the fastest counts (default: 3)")

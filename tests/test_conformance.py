@@ -272,7 +272,7 @@ def real_answers(default_model):
     tokenizer, result = load_tokenizer("smollm2-135m"), []
     for text in ("The capital of France is", "def fibonacci(n):", "Once upon a time, a small robot"):
         ids = torch.tensor([tokenizer.encode(text)])
-        settings = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
+        settings = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
         out = hf.generate(ids, attention_mask=torch.ones_like(ids), **settings)
         result.append((ids[0].tolist(), out[0, ids.shape[1] :].tolist()))
     return result
@@ -282,5 +282,5 @@ def real_answers(default_model):
 def test_the_default_model_speaks_as_in_hugging_face(build, real_answers):
     engine = build(EngineConfig(device="cpu", dtype="float32", max_model_len=64))
     prompts, answers = zip(*real_answers, strict=True)
-    reqs = engine.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+    reqs = engine.generate(prompts, SamplingParams(max_tokens=16, ignore_eos=True))
     assert [req.output_ids for req in reqs] == list(answers)

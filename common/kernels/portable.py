@@ -61,16 +61,18 @@ def flash_attn_with_kvcache(
     [num_pages, page_size, Hkv, D] with block_table [B, P] int32. cache_seqlens [B] int32 counts the rows of each
     request, the new ones included. Returns [B, Sq, Hq, D].
     """
+    batch, sq, heads, _ = q.shape
+    lens = None if q.is_cuda else cache_seqlens.tolist()  # reading them back would stall a GPU
     if block_table is not None:
-        k, v = (cache[block_table].flatten(1, 2) for cache in (k_cache, v_cache))
-    elif cache_batch_idx is not None:
-        k, v = k_cache[cache_batch_idx], v_cache[cache_batch_idx]
+        k, v = (cache.index_select(0, block_table.flatten()).view(batch, -1, *cache.shape[2:]) for cache in (k_cache, v_cache))
     else:
-        k, v = k_cache, v_cache
-    (_, sq, heads, _), (_, sk, heads_kv, _) = q.shape, k.shape
+        k, v = (cache[:, : max(lens)] if lens else cache for cache in (k_cache, v_cache))
+        if cache_batch_idx is not None:
+            k, v = k.index_select(0, cache_batch_idx), v.index_select(0, cache_batch_idx)
+    sk, heads_kv = k.shape[1:3]
     groups = heads // heads_kv
     mask = None
-    if sq > 1 or q.is_cuda or min(cache_seqlens.tolist()) < sk:  # reading lengths back would stall a GPU
+    if sq > 1 or lens is None or min(lens) < sk:
         last = cache_seqlens[:, None] - 1  # [B, 1]: the newest row
         last = last + torch.arange(1 - sq, 1, device=q.device) if causal else last.expand(-1, sq)
         mask = torch.arange(sk, device=q.device) <= last[:, :, None]  # [B, Sq, Sk]

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 64  # rows of K and V that a program takes at a time
+WARPS, STAGES = 4, 3  # STAGES - 1 blocks are on their way while one is worked on
 MIN_CHUNK = 128  # rows below which one more split costs more than it hides
 PROGRAMS_PER_SM = 4  # enough to hide memory latency; more only adds partial results to merge
 MAX_SPLITS = 128
@@ -55,7 +56,8 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, block_table, cache_seqlens, partial, weight, splits, dim**-0.5 * 1.4426950408889634,
         q.stride(0), q.stride(2), *k_cache.stride()[:3], block_table.stride(0),
         PAGE=page_size, GROUP=heads // heads_kv, ROWS=max(16, triton.next_power_of_2(heads // heads_kv)), DIM=dim,
-        PADDED_DIM=padded_dim, BLOCK=BLOCK, MIN_CHUNK=MIN_CHUNK, WHOLE=splits == 1, num_warps=4, num_stages=3,
+        PADDED_DIM=padded_dim, BLOCK=BLOCK, MIN_CHUNK=MIN_CHUNK, WHOLE=splits == 1, num_warps=WARPS,
+        num_stages=STAGES if q.element_size() == 2 else 2,  # float32 blocks are twice as large
     )  # fmt: skip
     if splits > 1:
         _merge[(heads, batch)](
@@ -114,11 +116,14 @@ def _attend(
     top = tl.full([ROWS], float("-inf"), tl.float32)  # the online softmax: maximum, sum, and weighted values so far
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    for start in range(begin, end, BLOCK):
-        rows = start + tl.arange(0, BLOCK)
+    rows = begin + tl.arange(0, BLOCK)
+    pages = tl.load(table_ptr + rows // PAGE, mask=rows < end, other=0)
+    for _ in range(begin, end, BLOCK):
         is_row = rows < end
-        pages = tl.load(table_ptr + rows // PAGE, mask=is_row, other=0).to(tl.int64)  # pools outgrow 32 bits
-        at = (pages * kv_page + rows % PAGE * kv_row)[:, None] + dims[None, :]
+        at = pages.to(tl.int64) * kv_page + rows % PAGE * kv_row  # pools outgrow 32 bits
+        at = at[:, None] + dims[None, :]
+        rows += BLOCK
+        pages = tl.load(table_ptr + rows // PAGE, mask=rows < end, other=0)  # ahead of time: K and V wait for them
         mask = is_row[:, None] & is_dim[None, :]  # V's masked rows must be finite: they are multiplied by zero
         k = tl.load(k_ptr + at, mask=mask, other=0.0)
         scores = tl.dot(q, k.T, input_precision="ieee") * scale  # [ROWS, BLOCK]
@@ -150,7 +155,7 @@ def _merge(
     split, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, PADDED_DIM)
     used = split * _rows_per_split(length, splits, MIN_CHUNK) < length
     weight = tl.load(weight_ptr + index * splits + split, mask=used, other=float("-inf"))
-    weight = tl.exp2(weight - tl.maximum(tl.max(weight, 0), -1e30))  # an empty request has -inf only, and must not get NaN
+    weight = tl.exp2(weight - tl.maximum(tl.max(weight, 0), -1e30))  # an empty request has -inf only: no NaN then
     mask = used[:, None] & (dims < DIM)[None, :]
     values = tl.load(partial_ptr + (index * splits + split)[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
     total = tl.sum(weight, 0)

@@ -39,7 +39,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     tokens, size = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     block = 1024
-    _silu_and_mul[(triton.cdiv(size, block), tokens)](gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=block, num_warps=4)
+    grid = (tokens * triton.cdiv(size, block),)
+    _silu_and_mul[grid](gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=block, num_warps=4)
     return out
 
 
@@ -60,7 +61,7 @@ def qk_norm_rope(
     """
     tokens, _, dim = heads.shape
     block = 8  # heads: 8 x 128 values give 128 threads one 16-byte load each
-    _qk_norm_rope[(triton.cdiv(num_heads + num_kv_heads, block), tokens)](
+    _qk_norm_rope[(tokens * triton.cdiv(num_heads + num_kv_heads, block),)](
         heads, q_weight, k_weight, cos, sin, eps, *heads.stride()[:2], cos.stride(0), sin.stride(0),
         Q_HEADS=num_heads, HEADS=num_heads + num_kv_heads, HALF=dim // 2, BLOCK_HALF=triton.next_power_of_2(dim // 2),
         BLOCK=block, NORM=q_weight is not None, num_warps=4,
@@ -106,7 +107,8 @@ def _rms_norm(
 
 @triton.jit
 def _silu_and_mul(x_ptr, out_ptr, x_row, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    row, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(SIZE, BLOCK)
+    row, at = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = at < SIZE
     gate = tl.load(x_ptr + row * x_row + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_row + SIZE + at, mask=mask, other=0.0).to(tl.float32)
@@ -121,8 +123,9 @@ def _qk_norm_rope(
     BLOCK: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """BLOCK heads of one token, as two halves [BLOCK, HALF], because the rotation mixes one half with the other."""
-    token = tl.program_id(1).to(tl.int64)
-    head = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    blocks = tl.cdiv(HEADS, BLOCK)
+    token = tl.program_id(0).to(tl.int64) // blocks
+    head = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[:, None]
     dims = tl.arange(0, BLOCK_HALF)[None, :]
     is_dim = dims < HALF
     mask = (head < HEADS) & is_dim

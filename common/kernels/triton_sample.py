@@ -23,9 +23,10 @@ def gumbel_argmax(logits: Tensor, inv_temperature: Tensor, key_low: Tensor, key_
     where = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _best_of_block[(blocks, rows)](
-        logits, inv_temperature, key_low, key_high, best, where, vocab, logits.stride(0), BLOCK=block, num_warps=4
-    )
-    _best_of_row[(rows,)](best, where, tokens, blocks, vocab, BLOCK=triton.next_power_of_2(blocks), num_warps=1)
+        logits, inv_temperature, key_low, key_high, best, where, logits.stride(0),
+        VOCAB=vocab, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    _best_of_row[(rows,)](best, where, tokens, blocks, VOCAB=vocab, BLOCK=triton.next_power_of_2(blocks), num_warps=1)
     return tokens
 
 
@@ -38,31 +39,32 @@ def gumbel_noise(token, key_low, key_high):
     x = x ^ (x >> 16) ^ key_high.to(tl.uint32)
     u = tl.minimum((x.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     # -log1p(-u): its series where u is small, for 1 - u would drop the bits that the large noise is made of
-    series = u * (1 + u * (0.5 + u * (1 / 3 + u * 0.25)))
-    return -tl.log(tl.where(u < 2.0**-6, series, -tl.log(1 - u)))
+    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
+    return -tl.log(tl.where(u < 2.0**-4, series, -tl.log(1 - u)))
 
 
 @triton.jit
 def _best_of_block(
-    logits_ptr, inv_temperature_ptr, low_ptr, high_ptr, best_ptr, where_ptr, vocab, logits_row, BLOCK: tl.constexpr
-):
+    logits_ptr, inv_temperature_ptr, low_ptr, high_ptr, best_ptr, where_ptr, logits_row,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    scores = tl.load(logits_ptr + row * logits_row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    scores = tl.load(logits_ptr + row * logits_row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
     inv_temperature = tl.load(inv_temperature_ptr + row)
     if inv_temperature > 0:
         scores = scores * inv_temperature + gumbel_noise(token, tl.load(low_ptr + row), tl.load(high_ptr + row))
     best = tl.max(scores, 0)
     at = row * tl.num_programs(0) + block
     tl.store(best_ptr + at, best)
-    tl.store(where_ptr + at, tl.min(tl.where(scores == best, token, vocab - 1), 0))
+    tl.store(where_ptr + at, tl.min(tl.where(scores == best, token, VOCAB - 1), 0))
 
 
 @triton.jit
-def _best_of_row(best_ptr, where_ptr, tokens_ptr, blocks, vocab, BLOCK: tl.constexpr):
+def _best_of_row(best_ptr, where_ptr, tokens_ptr, blocks, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = block < blocks
     best = tl.load(best_ptr + row * blocks + block, mask=mask, other=float("-inf"))
     where = tl.load(where_ptr + row * blocks + block, mask=mask, other=0)
-    token = tl.min(tl.where(best == tl.max(best, 0), where, vocab - 1), 0)
+    token = tl.min(tl.where(best == tl.max(best, 0), where, VOCAB - 1), 0)
     tl.store(tokens_ptr + row, token.to(tl.int64))

@@ -1,0 +1,24 @@
+"""Attention over pages: as with slots, but a look into the page table stands between a position and its row."""
+
+import numpy as np
+from torch import Tensor
+
+from common.device import upload
+from stage2_req.req import Batch
+from stage4_batch.attention import SlotAttention
+
+
+class PagedAttention(SlotAttention):
+    def __init__(self, kernels, pool, cache, device):
+        super().__init__(kernels, pool, cache, device)
+        self.block_size = cache.page_size
+
+    def locate(self, rows: np.ndarray, positions: Tensor) -> Tensor:
+        pages = self.cache.page_table[upload(rows, self.device), positions // self.block_size]
+        return pages.long() * self.block_size + positions % self.block_size
+
+    def find_blocks(self, batch: Batch) -> dict[str, Tensor]:
+        """The table's rows of the decodes [num_decode, pages], only as wide as the longest needs."""
+        d = batch.num_decode
+        width = self.cache.pages_for(int(batch.ends[:d].max()))
+        return {"block_table": self.cache.page_table[upload(batch.rows[:d], self.device), :width]}

@@ -1,0 +1,52 @@
+"""How many tokens the KV pool can hold."""
+
+import gc
+import sys
+
+import torch
+
+from common.checkpoint import Loaded
+from common.config import UserError
+from stage2_req.attention import FullAttention
+from stage2_req.req import Batch, Req
+from stage2_req.runner import ModelRunner
+from stage2_req.sampling import Sampler, SamplingParams
+
+
+def pool_tokens(m: Loaded) -> int:
+    """Tokens for the pool, a whole number of pages; says on stderr what it took. Raises UserError if that is too few."""
+    size, per_token = m.config.page_size, m.model.config.kv_bytes_per_token(m.dtype.itemsize)
+    tokens = m.config.kv_tokens
+    note = ""
+    if tokens is None:
+        room, note = measure_room(m)
+        tokens = max(0, room) // per_token
+    tokens = tokens // size * size
+    if not tokens:
+        raise UserError(f"no room for a page of {size} tokens ({per_token * size / 2**20:.1f} MiB){note}; raise --memory-fraction or --kv-tokens, or lower --max-batch-tokens or --page-size")
+    print(f"KV pool: {tokens:,} tokens in {tokens // size:,} pages of {size}, {tokens * per_token / 2**30:.2f} GiB{note}", file=sys.stderr)
+    return tokens
+
+
+@torch.inference_mode()
+def measure_room(m: Loaded) -> tuple[int, str]:
+    """Bytes of a GPU that are left for the pool after weights and the largest step, and a note that says so."""
+    config, device = m.config, m.device
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1)
+    count, longest = config.max_running, max(config.max_batch_tokens // config.max_running, 1)
+    reqs = [Req(uid, [0] * longest, params, uid, longest, frozenset()) for uid in range(count)]
+    batch = Batch([(req, longest) for req in reqs])
+    batch.prepare(device)
+    batch.input_ids = torch.zeros(count * longest, dtype=torch.long, device=device)
+    Sampler()(ModelRunner(m.model, FullAttention(m.kernels, device)).run(batch), batch.sampled)
+    torch.cuda.synchronize(device)
+    step = torch.cuda.max_memory_allocated(device) - before
+    del batch, reqs
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    room = int(total * config.memory_fraction) - (total - free) - step
+    return room, f" ({total / 2**30:.1f} GiB x {config.memory_fraction} less {(total - free) / 2**30:.1f} in use and {step / 2**30:.1f} for the largest step)"

