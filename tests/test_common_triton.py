@@ -214,12 +214,12 @@ def row_keys(seeds, positions, device):
 @everywhere
 def test_noise_is_that_of_the_plain_sampler(device):
     """Seen through equal logits: the winner is the largest noise, block by block."""
-    seeds, positions = [0, 1, 2**64 - 1, 12345] * 16, range(64)
+    seeds, positions = [0, 1, 2**64 - 1, 12345] * 5, range(20)
     low, high = row_keys(seeds, positions, device)
     noise = gumbel(seeds, positions, 1500, torch.device(device))
-    ones = torch.ones(64, device=device)
+    ones = torch.ones(20, device=device)
     for vocab in (1, 2, 100, 1024, 1500):
-        got = triton_sample.gumbel_argmax(torch.zeros(64, vocab, device=device), ones, low, high)
+        got = triton_sample.gumbel_argmax(torch.zeros(20, vocab, device=device), ones, low, high)
         assert torch.equal(got, noise[:, :vocab].argmax(-1))
 
 
@@ -243,14 +243,3 @@ def test_of_equal_logits_the_first_wins(device):
     zeros = torch.zeros(3, dtype=torch.int64, device=device)
     got = triton_sample.gumbel_argmax(logits, zeros.float(), zeros, zeros)
     assert got.tolist() == [0, 4097, 0]
-
-
-@everywhere
-def test_draws_follow_the_softmax(device):
-    """Chi-squared over 4 outcomes, 3 degrees of freedom: 16.3 has probability 0.001."""
-    draws, probs = 2000, torch.tensor([0.6, 0.25, 0.1, 0.05], device=device)
-    low, high = row_keys([1] * draws, range(draws), device)
-    logits = probs.log().expand(draws, -1)
-    tokens = triton_sample.gumbel_argmax(logits, torch.ones(draws, device=device), low, high)
-    expected = draws * probs.double()
-    assert ((tokens.bincount(minlength=4) - expected) ** 2 / expected).sum() < 16.3
