@@ -9,8 +9,8 @@ prompt is `extend_len = prompt_len`, a decode step `extend_len = 1`, and nothing
 """
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +27,9 @@ class Req:
     Written by others: cached_len by the cache manager, device_len by the engine, all the rest by the scheduler.
     """
 
-    def __init__(self, uid: int, prompt_ids: list[int], params: "SamplingParams", seed: int, max_len: int, stop_ids: frozenset[int]):
+    def __init__(self, uid: int, prompt_ids: list[int], params: "SamplingParams", seed: int, max_len: int, eos_ids: frozenset[int]):
         self.uid, self.params, self.seed = uid, params, seed
-        self.eos_ids = frozenset() if params.ignore_eos else stop_ids
+        self.stop_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_ids
         self.token_ids = list(prompt_ids)  # the prompt and every token that the host has seen
         self.prompt_len = len(prompt_ids)
         self.cached_len = 0
@@ -51,13 +51,11 @@ class Req:
 
     def reason_to_stop(self, token: int) -> str | None:
         """Why the text ends with this token, which has just been appended, or None."""
-        if token in self.eos_ids:
-            return "eos"
-        if token in self.params.stop_token_ids:
-            return "stop_token"
-        if len(self.token_ids) == self.prompt_len + self.params.max_tokens:
-            return "max_tokens"
-        return "length" if len(self.token_ids) == self.max_device_len else None
+        if token in self.stop_ids:
+            return "stop_token" if token in self.params.stop_token_ids else "eos"
+        if len(self.token_ids) < self.max_device_len:
+            return None
+        return "max_tokens" if len(self.token_ids) == self.prompt_len + self.params.max_tokens else "length"
 
 
 class Batch:
@@ -70,15 +68,21 @@ class Batch:
 
     def __init__(self, picks: list[tuple[Req, int]]):
         """picks: (request, how many of its positions to compute)."""
-        picks = [p for p in picks if p[1] == 1] + [p for p in picks if p[1] > 1]
-        self.reqs = [req for req, _ in picks]
-        self.lens = np.array([n for _, n in picks])
-        self.starts = np.array([req.cached_len for req in self.reqs])
+        decodes = [pick for pick in picks if pick[1] == 1]
+        if len(decodes) < len(picks):
+            picks = decodes + [pick for pick in picks if pick[1] > 1]
+        self.num_decode = len(decodes)
+        self.reqs, lens = zip(*picks, strict=True)
+        self.lens = np.array(lens)
+        self.starts = self.gather("cached_len")
         self.ends = self.starts + self.lens
-        self.num_decode = int((self.lens == 1).sum())
-        self.samples = self.ends == np.array([req.device_len for req in self.reqs])
+        self.samples = self.ends == self.gather("device_len")
         self.sampled = [req for req, samples in zip(self.reqs, self.samples.tolist(), strict=True) if samples]
         self.rows: np.ndarray | None = None
+
+    def gather(self, attribute: str) -> np.ndarray:
+        """One number of each request, [B] int64."""
+        return np.fromiter(map(attrgetter(attribute), self.reqs), np.int64, len(self.reqs))
 
     def prepare(self, device: torch.device) -> None:
         """Tensors on the device: positions [T], and last_index [S], where in T the logits of the sampled requests are."""
@@ -87,8 +91,7 @@ class Batch:
         self.last_index = upload(last[self.samples], device)
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """One token of one request. finish_reason is set with the last."""
 
     uid: int

@@ -8,6 +8,9 @@ from stage2_req.req import Batch, Req
 from stage5_paged.page_allocator import PageAllocator
 
 
+RESERVE = 16  # tokens of head-room that admission leaves to each running request
+
+
 class PagedCacheManager:
     """Owns the page table (vLLM: block tables): a host copy to account with, its mirror on the device to compute with.
 
@@ -35,11 +38,12 @@ class PagedCacheManager:
         return self.allocator.alloc(n)
 
     def admit(self, req: Req) -> bool:
-        """Is there room for all known tokens, with one page of head-room for everyone who already runs?
+        """Is there room for all known tokens, and some head-room for everyone who already runs?
 
         What the request may generate later is not reserved: if pages run out then, somebody is retracted.
         """
-        if not self.free_rows or self.pages_for(req.device_len) + len(self.rows) > self.available():
+        head_room = len(self.rows) * self.pages_for(RESERVE)
+        if not self.free_rows or self.pages_for(req.device_len) + head_room > self.available():
             return False
         self.rows[req.uid], req.cached_len = self.free_rows.pop(), 0
         return True
