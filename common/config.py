@@ -121,7 +121,9 @@ class EngineConfig:
         changes = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         longest = changes.get("max_model_len") or self.max_model_len or max_position
         if self.max_model_len is not None and longest > max_position:
-            raise UserError(f"max_model_len is {longest}, but the model was made for {max_position} tokens; give at most that")
+            raise UserError(
+                f"max_model_len is {longest}, but the model was made for {max_position} tokens; give at most that"
+            )
         return replace(self, **changes | {"max_model_len": min(longest, max_position)})
 
 

@@ -85,7 +85,9 @@ class CausalLM(nn.Module):
         cos, sin = (table[positions] for table in self.rope_tables)  # [T, 1, D]
         x = self.embed_tokens(input_ids)
         h = self.layers[0].input_layernorm(x)
-        for layer, next_norm in zip(self.layers, [*(n.input_layernorm for n in self.layers[1:]), self.norm], strict=True):
+        for layer, next_norm in zip(
+            self.layers, [*(n.input_layernorm for n in self.layers[1:]), self.norm], strict=True
+        ):
             x, h = layer.post_attention_layernorm.add(x, layer.self_attn(h, cos, sin, attention))
             x, h = next_norm.add(x, layer.mlp(h))
         return h

@@ -82,7 +82,14 @@ def plot(script: str, name: str, title: str, x: str, y: str):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with pyplot.rc_context({"axes.prop_cycle": pyplot.cycler(color=COLOURS), "axes.spines.top": False, "axes.spines.right": False, "font.size": 11}):
+    with pyplot.rc_context(
+        {
+            "axes.prop_cycle": pyplot.cycler(color=COLOURS),
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "font.size": 11,
+        }
+    ):
         figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
         axes.set(title=title, xlabel=x, ylabel=y)
         axes.grid(alpha=0.3)

@@ -27,7 +27,9 @@ def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--prompt", default="Why is the sky blue?", help="what to ask (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=24, help="tokens of the answer (default: %(default)s)")
-    parser.add_argument("--toy-tokens", type=int, default=64, help="tokens that the toy generates (default: %(default)s)")
+    parser.add_argument(
+        "--toy-tokens", type=int, default=64, help="tokens that the toy generates (default: %(default)s)"
+    )
     args = parser.parse_args()
     if args.max_tokens < 1 or args.toy_tokens < 2:
         raise UserError("--max-tokens needs 1 or more, --toy-tokens 2 or more")
@@ -44,7 +46,9 @@ def answer(args) -> dict:
         raise UserError("--prompt is empty; ask something")
     prompt = tokenizer.chat([{"role": "user", "content": args.prompt}]) if tokenizer else list(range(1, 33))
     if len(prompt) + args.max_tokens > m.config.max_model_len:
-        raise UserError(f"prompt and answer together are {len(prompt) + args.max_tokens} tokens; the limit is {m.config.max_model_len}")
+        raise UserError(
+            f"prompt and answer together are {len(prompt) + args.max_tokens} tokens; the limit is {m.config.max_model_len}"
+        )
     report.say(f"{args.model}, {m.dtype}, {m.device}; the prompt has {len(prompt)} tokens. {args.prompt}\n")
     decoder = IncrementalDecoder(tokenizer) if tokenizer else None
     stamps = [time.perf_counter()]
@@ -75,7 +79,9 @@ def run_toy(args) -> dict:
     rows.append(["naive / cached", *(round(x["naive"] / x["cached"], 1) for x in (seconds, flops))])
     report.table("Seconds and FLOPs are two things", ["way", "seconds", "GFLOP"], rows)
     same = torch.equal(outputs["naive"], outputs["cached"])
-    report.say(f"same tokens: {'yes' if same else 'no'}. A cached step reads every weight for one token: memory sets its time, not FLOPs.")
+    report.say(
+        f"same tokens: {'yes' if same else 'no'}. A cached step reads every weight for one token: memory sets its time, not FLOPs."
+    )
     return {"seconds": seconds, "flops": flops, "same_tokens": same}
 
 
@@ -84,7 +90,15 @@ def count_flops() -> dict:
     counts = {kind: [toy.count_generation(32, n, kind == "cached") for n in LENGTHS] for kind in ("naive", "cached")}
     rows = []
     for n, naive, cached in zip(LENGTHS, *counts.values(), strict=True):
-        rows.append([n, round(naive.total / 1e9), round(cached.total / 1e9), round(naive.total / cached.total), round(100 * naive.attention / naive.total, 1)])
+        rows.append(
+            [
+                n,
+                round(naive.total / 1e9),
+                round(cached.total / 1e9),
+                round(naive.total / cached.total),
+                round(100 * naive.attention / naive.total, 1),
+            ]
+        )
     report.table("", ["new tokens", "naive GFLOP", "cached GFLOP", "ratio", "attention's share of naive, %"], rows)
     fine = np.arange(200, 1001, 100)
     exponents = {}
@@ -102,7 +116,9 @@ def draw(flops: dict) -> None:
         for kind, colour in (("naive", report.COLOURS[3]), ("cached", report.COLOURS[0])):
             counts = [toy.count_generation(32, int(n), kind == "cached") for n in fine]
             axes.loglog(fine, [c.total for c in counts], color=colour, label=kind)
-            axes.loglog(fine, [c.attention for c in counts], color=colour, linestyle=":", label=f"{kind}, attention only")
+            axes.loglog(
+                fine, [c.attention for c in counts], color=colour, linestyle=":", label=f"{kind}, attention only"
+            )
 
 
 if __name__ == "__main__":

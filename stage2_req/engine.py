@@ -70,14 +70,19 @@ class Engine:
     # --- for callers that wait ---
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], progress: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        progress: bool = False,
     ) -> list[Req]:
         """Run prompts (lists of token ids) to their end; returns their finished requests in the same order."""
         if self.has_work():
             raise UserError("generate needs an idle engine; step() the requests that are under way to their end first")
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
-        reqs = [self.make_req(ids, p) for ids, p in zip(prompts, params, strict=True)]  # all are checked before any starts
+        reqs = [
+            self.make_req(ids, p) for ids, p in zip(prompts, params, strict=True)
+        ]  # all are checked before any starts
         for req in reqs:
             self.scheduler.add(req)
         try:
@@ -98,9 +103,13 @@ class Engine:
         if not prompt:
             raise UserError("the prompt is empty; give at least one token")
         if len(prompt) > limit:
-            raise UserError(f"the prompt has {len(prompt)} tokens, but there is room for {limit}; shorten it or raise max_model_len")
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens, but there is room for {limit}; shorten it or raise max_model_len"
+            )
         if min(prompt) < 0 or max(prompt) >= self.model.vocab_size:
-            raise UserError(f"the prompt has token ids outside 0 to {self.model.vocab_size - 1}; was it encoded for another model?")
+            raise UserError(
+                f"the prompt has token ids outside 0 to {self.model.vocab_size - 1}; was it encoded for another model?"
+            )
         check_vocab(params, self.model.vocab_size)
         uid, self.next_uid = self.next_uid, self.next_uid + 1
         seed = params.seed if params.seed is not None else (self.seed << 40) + uid

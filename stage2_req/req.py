@@ -27,7 +27,15 @@ class Req:
     Written by others: cached_len by the cache manager, device_len by the engine, all the rest by the scheduler.
     """
 
-    def __init__(self, uid: int, prompt_ids: list[int], params: "SamplingParams", seed: int, max_len: int, eos_ids: frozenset[int]):
+    def __init__(
+        self,
+        uid: int,
+        prompt_ids: list[int],
+        params: "SamplingParams",
+        seed: int,
+        max_len: int,
+        eos_ids: frozenset[int],
+    ):
         self.uid, self.params, self.seed = uid, params, seed
         self.stop_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_ids
         self.token_ids = list(prompt_ids)  # the prompt and every token that the host has seen

@@ -19,7 +19,10 @@ REQUESTS = {  # what is asked for: (prompt, params)
     "greedy": ("What is the capital of France?", {}),
     "seed 7, temperature 0.9": ("Name a colour.", {"temperature": 0.9, "seed": 7}),
     "the same again": ("Name a colour.", {"temperature": 0.9, "seed": 7}),
-    "top_p 0.8, presence 1": ("Name three animals.", {"temperature": 1.0, "top_p": 0.8, "presence_penalty": 1.0, "seed": 1}),
+    "top_p 0.8, presence 1": (
+        "Name three animals.",
+        {"temperature": 1.0, "top_p": 0.8, "presence_penalty": 1.0, "seed": 1},
+    ),
     "2 logprobs": ("Is water wet? Answer yes or no.", {"logprobs": 2, "max_tokens": 3}),
 }
 
@@ -30,7 +33,10 @@ def main() -> None:
     engine.runner = trace = TracedRunner(engine.runner)
 
     report.heading("Requests with different wishes, one after the other")
-    prompts = [tokenizer.chat([{"role": "user", "content": text}]) if tokenizer else [1, 2, 3, 4] for text, _ in REQUESTS.values()]
+    prompts = [
+        tokenizer.chat([{"role": "user", "content": text}]) if tokenizer else [1, 2, 3, 4]
+        for text, _ in REQUESTS.values()
+    ]
     reqs = engine.generate(prompts, [SamplingParams(**{"max_tokens": 8, **extra}) for _, extra in REQUESTS.values()])
     rows = []
     for name, req in zip(REQUESTS, reqs, strict=True):
@@ -47,10 +53,18 @@ def main() -> None:
     )
     useful = sum(len(req.token_ids) - 1 for req in reqs)
     computed = engine.stats().computed_tokens
-    report.say(f"{computed:,} positions computed where {useful:,} would have done: {computed / useful:.1f} x too much.\n")
+    report.say(
+        f"{computed:,} positions computed where {useful:,} would have done: {computed / useful:.1f} x too much.\n"
+    )
     fast = greedy_fast_path(engine.device)
     if args.save:
-        data = {"requests": rows, "trace": [list(row) for row in first], "computed": computed, "useful": useful, "greedy": fast}
+        data = {
+            "requests": rows,
+            "trace": [list(row) for row in first],
+            "computed": computed,
+            "useful": useful,
+            "greedy": fast,
+        }
         report.save(__file__, "", args, data)
 
 
@@ -62,7 +76,9 @@ def show_logprobs(req: Req, tokenizer) -> None:
     for token, entry in zip(req.output_ids, req.logprobs, strict=True):
         rivals = ", ".join(f"{name(rival)} {value:.2f}" for rival, value in entry.top)
         rows.append([name(token), round(entry.chosen, 2), rivals])
-    report.table("How sure the model was (natural logarithm of the probability)", ["token", "logprob", "likeliest"], rows)
+    report.table(
+        "How sure the model was (natural logarithm of the probability)", ["token", "logprob", "likeliest"], rows
+    )
 
 
 def greedy_fast_path(device: torch.device, size: int = 32, vocab_size: int = 49152) -> dict:

@@ -139,7 +139,9 @@ class Sampler:
         params, device = [req.params for req in reqs], logits.device
         heat = np.array([0.0 if p.deterministic else p.temperature for p in params], np.float32)[:, None]
         heat, scale = upload(heat, device), upload(np.where(heat > 0, heat, 1), device)
-        scores = (logits - logits.amax(-1, keepdim=True)) / scale  # the maximum is 0: no overflow for a tiny temperature
+        scores = (
+            logits - logits.amax(-1, keepdim=True)
+        ) / scale  # the maximum is 0: no overflow for a tiny temperature
         filtered = [i for i, p in enumerate(params) if p.filters]
         if filtered:
             rows = upload(np.array(filtered), device)
@@ -147,7 +149,9 @@ class Sampler:
         noise = gumbel([req.seed for req in reqs], [req.device_len for req in reqs], logits.shape[1], device)
         return torch.where(heat > 0, scores + noise, scores)
 
-    def logprobs(self, logits: Tensor, tokens: Tensor, params: list[SamplingParams]) -> tuple[Tensor, Tensor, Tensor] | None:
+    def logprobs(
+        self, logits: Tensor, tokens: Tensor, params: list[SamplingParams]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         most = max((p.logprobs for p in params if p.logprobs is not None), default=None)
         if most is None:
             return None
@@ -185,7 +189,9 @@ def gumbel(seeds: list[int], positions: list[int], vocab_size: int, device: torc
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
         key ^= key >> np.uint64(31)
-    low, high = (upload((key >> np.uint64(shift)).astype(np.uint32).view(np.int32)[:, None], device) for shift in (0, 32))
+    low, high = (
+        upload((key >> np.uint64(shift)).astype(np.uint32).view(np.int32)[:, None], device) for shift in (0, 32)
+    )
     x = torch.arange(vocab_size, dtype=torch.int32, device=device).mul_(_int32(0x9E3779B1)) + low
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x.bitwise_xor_(_shift_right(x, shift)).mul_(_int32(factor))

@@ -1,6 +1,6 @@
 """Decode speed of one stream: this engine against Hugging Face `generate` with its cache, in turns, same threads.
 
-    python stage3_kvcache/bench_hf.py --dtype float32 bfloat16
+python stage3_kvcache/bench_hf.py --dtype float32 bfloat16
 """
 
 import sys

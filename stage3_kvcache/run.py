@@ -20,7 +20,9 @@ from stage3_kvcache.build import build_engine
 
 def main() -> None:
     parser = cli.parser(__doc__)
-    parser.add_argument("--prompt", default="Explain in detail how rain forms.", help="what to ask (default: %(default)s)")
+    parser.add_argument(
+        "--prompt", default="Explain in detail how rain forms.", help="what to ask (default: %(default)s)"
+    )
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of the answer (default: %(default)s)")
     args = parser.parse_args()
     if args.max_tokens < 8:
@@ -63,23 +65,44 @@ def race(args) -> dict:
 
     quarter = max(1, len(naive) // 4)
     table = [
-        [name, round(times[0]), round(float(np.median(times[1 : 1 + quarter]))), round(float(np.median(times[-quarter:]))), round(times.sum() / 1e3, 2)]
+        [
+            name,
+            round(times[0]),
+            round(float(np.median(times[1 : 1 + quarter]))),
+            round(float(np.median(times[-quarter:]))),
+            round(times.sum() / 1e3, 2),
+        ]
         for name, times in (("stage 1", naive), ("stage 3", cached))
     ]
-    table.append(["stage 1 / stage 3", *(round(a / max(b, 1e-9), 1) for a, b in zip(table[0][1:], table[1][1:], strict=True))])
+    table.append(
+        ["stage 1 / stage 3", *(round(a / max(b, 1e-9), 1) for a, b in zip(table[0][1:], table[1][1:], strict=True))]
+    )
     report.table("Milliseconds a token", ["", "first token", "first quarter", "last quarter", "all, seconds"], table)
-    return {"table": table, "naive_ms": naive.round(1).tolist(), "cached_ms": cached.round(1).tolist(), "same": tokens == again}
+    return {
+        "table": table,
+        "naive_ms": naive.round(1).tolist(),
+        "cached_ms": cached.round(1).tolist(),
+        "same": tokens == again,
+    }
 
 
 def memory() -> list:
     report.heading("What it costs: 2 x layers x KV heads x head size x bytes, a token")
     rows = []
-    for name, heads, label in (("smollm2-135m", None, "as it is"), ("llama3-8b", 32, "if every query head had its K and V"), ("llama3-8b", None, "as it is")):
+    for name, heads, label in (
+        ("smollm2-135m", None, "as it is"),
+        ("llama3-8b", 32, "if every query head had its K and V"),
+        ("llama3-8b", None, "as it is"),
+    ):
         shape = DUMMY_MODELS[name]
         heads = heads or shape.num_kv_heads
         token = shape.kv_bytes_per_token(2) * heads // shape.num_kv_heads
-        rows.append([name, label, heads, round(token / 1024, 1), round(token * 4096 / 2**30, 2), int(80e9 // (token * 4096))])
-    report.table("bfloat16", ["model", "", "KV heads", "KiB a token", "GiB for 4,096 tokens", "such requests in 80 GB"], rows)
+        rows.append(
+            [name, label, heads, round(token / 1024, 1), round(token * 4096 / 2**30, 2), int(80e9 // (token * 4096))]
+        )
+    report.table(
+        "bfloat16", ["model", "", "KV heads", "KiB a token", "GiB for 4,096 tokens", "such requests in 80 GB"], rows
+    )
     return rows
 
 

@@ -50,7 +50,9 @@ class SlotAttention:
         if d:
             k_blocks, v_blocks = (t.unflatten(0, (-1, self.block_size)) for t in (pool_k, pool_v))
             decode = self.kernels.flash_attn_with_kvcache
-            parts.append(decode(q[:d, None], k_blocks, v_blocks, cache_seqlens=self.seqlens, causal=True, **self.blocks)[:, 0])
+            parts.append(
+                decode(q[:d, None], k_blocks, v_blocks, cache_seqlens=self.seqlens, causal=True, **self.blocks)[:, 0]
+            )
         if d < len(q):
             keys = (k[d:], v[d:]) if self.context is None else (pool_k[self.context], pool_v[self.context])
             prefill = self.kernels.flash_attn_varlen_func

@@ -34,4 +34,6 @@ class SlotCacheManager:
         return len(self.slots) / self.num_slots
 
     def check_integrity(self) -> None:
-        assert sorted([*self.free, *self.slots.values()]) == list(range(self.num_slots)), "a slot is lost or owned twice"
+        assert sorted([*self.free, *self.slots.values()]) == list(range(self.num_slots)), (
+            "a slot is lost or owned twice"
+        )

@@ -20,7 +20,9 @@ STREAMS, CHUNK = 8, 128
 
 def main() -> None:
     parser = cli.parser(__doc__)
-    parser.add_argument("--long-prompt", type=int, default=2000, help="tokens of the prompt that arrives (default: %(default)s)")
+    parser.add_argument(
+        "--long-prompt", type=int, default=2000, help="tokens of the prompt that arrives (default: %(default)s)"
+    )
     args = parser.parse_args()
     if args.long_prompt < 2:
         raise UserError("--long-prompt needs 2 or more tokens")
@@ -49,7 +51,14 @@ def throughput(args, steps: int = 8) -> list:
             engine.step()
             times.append(time.perf_counter() - start)
         step = float(np.median(times))
-        rows.append([size, round(step * 1e3, 1), round(size / step, 1), round(size / step / (rows[0][2] if rows else size / step), 1)])
+        rows.append(
+            [
+                size,
+                round(step * 1e3, 1),
+                round(size / step, 1),
+                round(size / step / (rows[0][2] if rows else size / step), 1),
+            ]
+        )
     report.table("", ["requests", "ms a step", "tokens/s", "x one request"], rows)
     return rows
 
@@ -95,7 +104,9 @@ def draw(data: dict) -> None:
         axes.set(xscale="log", xticks=SIZES, xticklabels=SIZES)
     title = "Gaps between tokens of 8 requests while a long prompt arrives"
     with report.plot(__file__, "gaps", title, "step since the prompt arrived", "milliseconds") as axes:
-        for (name, run), colour in zip(data["gaps"]["runs"].items(), (report.COLOURS[3], report.COLOURS[0]), strict=True):
+        for (name, run), colour in zip(
+            data["gaps"]["runs"].items(), (report.COLOURS[3], report.COLOURS[0]), strict=True
+        ):
             axes.semilogy(run["ms"], color=colour, marker=".", label=name)
 
 

@@ -1,6 +1,6 @@
 """The host's share of a step: everything but the model, at 256 running requests. The model is a stub that costs nothing.
 
-    python stage5_paged/bench_host.py
+python stage5_paged/bench_host.py
 """
 
 import sys
@@ -39,7 +39,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = [measure(page_size, args.running, args.steps) for page_size in (1, 16)]
-    report.table(f"Microseconds a step on the host, {args.running} requests decoding (median)", ["page size", "whole step", *PARTS], rows)
+    report.table(
+        f"Microseconds a step on the host, {args.running} requests decoding (median)",
+        ["page size", "whole step", *PARTS],
+        rows,
+    )
     if args.save:
         report.save(__file__, "host", args, {"columns": ["page size", "whole step", *PARTS], "rows": rows})
 
@@ -47,7 +51,13 @@ def main() -> None:
 def measure(page_size: int, running: int, steps: int) -> list:
     longest = 64 + steps
     config = cli.EngineConfig(
-        model="dummy:tiny", device="cpu", max_model_len=longest, max_running=running, max_batch_tokens=running * 32, page_size=page_size, kv_tokens=running * longest // page_size * page_size
+        model="dummy:tiny",
+        device="cpu",
+        max_model_len=longest,
+        max_running=running,
+        max_batch_tokens=running * 32,
+        page_size=page_size,
+        kv_tokens=running * longest // page_size * page_size,
     )
     engine = build_engine(config)
     engine.runner.model = StubModel(running * 32)

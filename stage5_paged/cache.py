@@ -90,7 +90,9 @@ class PagedCacheManager:
     def check_integrity(self) -> None:
         pages = np.concatenate([self.allocator.free_pages(), *self.private_pages()])
         assert np.array_equal(np.sort(pages), np.arange(self.allocator.num_pages)), "a page is lost or owned twice"
-        assert sorted([*self.free_rows, *self.rows.values()]) == list(range(len(self.table))), "a row is lost or owned twice"
+        assert sorted([*self.free_rows, *self.rows.values()]) == list(range(len(self.table))), (
+            "a row is lost or owned twice"
+        )
         for row in self.rows.values():
             used = slice(self.held[row])
             assert np.array_equal(self.table[row, used], self.page_table[row, used].cpu()), "the mirror differs"

@@ -19,7 +19,9 @@ PAGE_SIZES = (1, 16, 64, 256)
 
 
 def main() -> None:
-    args = cli.parser(__doc__, "max_running", "max_batch_tokens", "page_size", "kv_tokens", "memory_fraction").parse_args()
+    args = cli.parser(
+        __doc__, "max_running", "max_batch_tokens", "page_size", "kv_tokens", "memory_fraction"
+    ).parse_args()
     data = {"memory": memory(args), "retraction": retraction(args)}
     if args.save:
         report.save(__file__, "", args, data)
@@ -29,17 +31,23 @@ def main() -> None:
 def memory(args) -> dict:
     """Bookkeeping does not depend on the model, so a tiny one with random weights serves to watch it."""
     report.heading(f"128 requests, {MEMORY:,} rows of memory, at most {LONGEST} tokens a request")
-    config = cli.config(args, model="dummy:tiny", dtype="float32", device="cpu", max_model_len=LONGEST, max_batch_tokens=512)
+    config = cli.config(
+        args, model="dummy:tiny", dtype="float32", device="cpu", max_model_len=LONGEST, max_batch_tokens=512
+    )
     engines = {"slots": build_slots(cli.config(args, **vars(config) | {"max_running": MEMORY // LONGEST}))}
     for size in PAGE_SIZES:
-        engines[f"pages of {size}"] = build_engine(cli.config(args, **vars(config) | {"page_size": size, "kv_tokens": MEMORY, "max_running": 128}))
+        engines[f"pages of {size}"] = build_engine(
+            cli.config(args, **vars(config) | {"page_size": size, "kv_tokens": MEMORY, "max_running": 128})
+        )
     rows, curves = [], {}
     for name, engine in engines.items():
         running, waste, steps = watch(engine)
         curves[name] = running
         retracted = getattr(engine.scheduler, "num_retracted", 0)
         rows.append([name, max(running), round(float(np.mean(running)), 1), round(100 * waste, 1), retracted, steps])
-    report.table("", ["memory in", "most at once", "mean at once", "rows held in vain, %", "retractions", "steps"], rows)
+    report.table(
+        "", ["memory in", "most at once", "mean at once", "rows held in vain, %", "retractions", "steps"], rows
+    )
     return {"rows": rows, "running": curves}
 
 
@@ -61,8 +69,13 @@ def retraction(args) -> dict:
     report.heading("Memory for two, requests for six")
     tokenizer = load_tokenizer(args.model)
     questions = ("a cloud", "a river", "the moon", "a magnet", "an echo", "rust")
-    prompts = [tokenizer.chat([{"role": "user", "content": f"What is {q}?"}]) if tokenizer else [i + 1] * 36 for i, q in enumerate(questions)]
-    params = [SamplingParams(max_tokens=28, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(len(prompts))]
+    prompts = [
+        tokenizer.chat([{"role": "user", "content": f"What is {q}?"}]) if tokenizer else [i + 1] * 36
+        for i, q in enumerate(questions)
+    ]
+    params = [
+        SamplingParams(max_tokens=28, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(len(prompts))
+    ]
     texts, rows, config = {}, [], {"max_model_len": 128, "page_size": 4, "max_running": 8}
     for name, kv_tokens in (("ample", 1024), ("tight", 160)):
         engine = build_engine(cli.config(args, **config, kv_tokens=kv_tokens))

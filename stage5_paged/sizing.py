@@ -23,8 +23,13 @@ def pool_tokens(m: Loaded) -> int:
         tokens = max(0, room) // per_token
     tokens = tokens // size * size
     if not tokens:
-        raise UserError(f"no room for a page of {size} tokens ({per_token * size / 2**20:.1f} MiB){note}; raise --memory-fraction or --kv-tokens, or lower --max-batch-tokens or --page-size")
-    print(f"KV pool: {tokens:,} tokens in {tokens // size:,} pages of {size}, {tokens * per_token / 2**30:.2f} GiB{note}", file=sys.stderr)
+        raise UserError(
+            f"no room for a page of {size} tokens ({per_token * size / 2**20:.1f} MiB){note}; raise --memory-fraction or --kv-tokens, or lower --max-batch-tokens or --page-size"
+        )
+    print(
+        f"KV pool: {tokens:,} tokens in {tokens // size:,} pages of {size}, {tokens * per_token / 2**30:.2f} GiB{note}",
+        file=sys.stderr,
+    )
     return tokens
 
 
@@ -49,4 +54,7 @@ def measure_room(m: Loaded) -> tuple[int, str]:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     room = int(total * config.memory_fraction) - (total - free) - step
-    return room, f" ({total / 2**30:.1f} GiB x {config.memory_fraction} less {(total - free) / 2**30:.1f} in use and {step / 2**30:.1f} for the largest step)"
+    return (
+        room,
+        f" ({total / 2**30:.1f} GiB x {config.memory_fraction} less {(total - free) / 2**30:.1f} in use and {step / 2**30:.1f} for the largest step)",
+    )

@@ -92,7 +92,7 @@ def decode_reference(q, k, v, lens, table):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("page", [1, 16, 64, 256])
 def test_decode_reads_the_right_rows(page, dim, groups, device):
-    case = decode_case([1, 0, page, page + 1, 300], page, dim, groups, 1 if device == "cpu" else 2, device)
+    case = decode_case([1, 0, page, page + 1, 90], page, dim, groups, 1 if device == "cpu" else 2, device)
     close(decode(*case), decode_reference(*case), device)
 
 

@@ -125,7 +125,9 @@ def test_eos_ends_the_text_unless_ignored(build, llama, tmp_path):
     absent = next(token for token in range(llama.vocab_size) if token not in text)
     folder = copy_with_eos(llama, tmp_path / "eos", [absent, eos])
     engine = build(llama.config(model=str(folder)))
-    stops, goes_on = engine.generate([prompt] * 2, [SamplingParams(max_tokens=24, ignore_eos=ignore) for ignore in (False, True)])
+    stops, goes_on = engine.generate(
+        [prompt] * 2, [SamplingParams(max_tokens=24, ignore_eos=ignore) for ignore in (False, True)]
+    )
     assert (stops.output_ids, stops.finish_reason) == (text[:end], "eos")
     assert (goes_on.output_ids, goes_on.finish_reason) == (text, "max_tokens")
     loaded = load(llama.config(model=str(folder)))

@@ -122,11 +122,20 @@ def test_filters(params, keep):
 
 
 def test_each_row_of_a_batch_has_its_own_filters():
-    params = [SamplingParams(temperature=1.0, **p) for p in ({}, {"top_k": 1}, {"top_k": 2}, {"top_p": 0.7}, {"min_p": 1.0})]
+    params = [
+        SamplingParams(temperature=1.0, **p) for p in ({}, {"top_k": 1}, {"top_k": 2}, {"top_p": 0.7}, {"min_p": 1.0})
+    ]
     params.append(SamplingParams())
     reqs = [make_req(params[i % len(params)], seed=i) for i in range(6000)]
     tokens = Sampler()(LOGITS.expand(len(reqs), -1), reqs).tokens.tolist()
-    assert [set(tokens[i :: len(params)]) for i in range(len(params))] == [{0, 1, 2, 3, 4, 5}, {0}, {0, 5}, {0, 5, 1}, {0}, {0}]
+    assert [set(tokens[i :: len(params)]) for i in range(len(params))] == [
+        {0, 1, 2, 3, 4, 5},
+        {0},
+        {0, 5},
+        {0, 5, 1},
+        {0},
+        {0},
+    ]
 
 
 def test_top_p_keeps_the_token_that_reaches_it_exactly_and_no_more():
@@ -161,7 +170,14 @@ def test_equal_logits():
 
 def test_minus_infinity_is_never_drawn():
     logits = torch.tensor([0.0, -math.inf, 0.0, -math.inf])
-    for params in ({}, {"top_k": 3}, {"top_p": 1.0, "top_k": 4}, {"min_p": 0.01}, {"temperature": 50.0}, {"top_p": 0.999}):
+    for params in (
+        {},
+        {"top_k": 3},
+        {"top_p": 1.0, "top_k": 4},
+        {"min_p": 0.01},
+        {"temperature": 50.0},
+        {"top_p": 0.999},
+    ):
         seen = frequencies(logits, **params)
         assert_close(seen, np.array([0.5, 0, 0.5, 0]))
         assert seen[1] == seen[3] == 0
@@ -189,7 +205,9 @@ def scores(params, logits, prompt, output) -> list[float]:
 
 
 def test_repetition_penalty_counts_prompt_and_output_once():
-    result = scores(SamplingParams(repetition_penalty=2.0), [4.0, -3.0, 1.0, -1.0, 0.0], prompt=[0, 0, 1], output=[2, 2])
+    result = scores(
+        SamplingParams(repetition_penalty=2.0), [4.0, -3.0, 1.0, -1.0, 0.0], prompt=[0, 0, 1], output=[2, 2]
+    )
     assert result == [2.0, -6.0, 0.5, -1.0, 0.0]
 
 
@@ -202,7 +220,9 @@ def test_presence_and_frequency_penalty_count_the_output_only():
 
 def test_logit_bias_is_added_and_combines_with_the_penalties():
     assert scores(SamplingParams(logit_bias={1: 2.5, 2: -100}), [1.0, 1.0, 1.0], [0], []) == [1.0, 3.5, -99.0]
-    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={1: 3.0, 2: 1.0})
+    params = SamplingParams(
+        repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={1: 3.0, 2: 1.0}
+    )
     assert scores(params, [4.0, 4.0, 4.0], prompt=[0], output=[1, 1]) == [2.0, 4 / 2 - 0.5 - 2 * 0.25 + 3.0, 5.0]
 
 
@@ -280,7 +300,12 @@ def test_noise_is_standard_gumbel():
 
 def test_a_sampled_token_does_not_depend_on_the_batch():
     logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
-    kinds = [{"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.8}, {}, {"temperature": 2.0, "presence_penalty": 1.0, "top_k": 9}]
+    kinds = [
+        {"temperature": 1.0},
+        {"temperature": 0.5, "top_p": 0.8},
+        {},
+        {"temperature": 2.0, "presence_penalty": 1.0, "top_k": 9},
+    ]
     reqs = [make_req(SamplingParams(**kinds[i % 4]), prompt=range(i + 1), output=[i], seed=i) for i in range(40)]
     together = Sampler()(logits, reqs).tokens.tolist()
     assert together == [Sampler()(logits[i : i + 1], [req]).tokens.item() for i, req in enumerate(reqs)]

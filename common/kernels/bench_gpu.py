@@ -9,6 +9,7 @@ import importlib.util
 import json
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle, islice, pairwise, product
 
 import torch
@@ -20,7 +21,7 @@ from common.kernels import ops, triton_decode, triton_ops, triton_sample
 SPAN = 2**28  # bytes that the inputs of one measurement span at least: 4 or 5 times the L2 cache of an H200
 BATCHES, CONTEXTS, HEADS, HEADS_KV, DIM = (1, 16, 64, 256), (512, 2048, 8192), (16, 32), 8, 128
 SHAPES = ((1024, 3072, 16), (4096, 14336, 32))  # hidden size, intermediate size, query heads: Qwen3-0.6B, Llama-3-8B
-DTYPE = torch.bfloat16
+TOKENS, VOCAB, DTYPE = (1, 256, 8192), 151936, torch.bfloat16
 
 
 def seconds(calls: list[Callable[[], object]], replays: int = 7) -> float:
@@ -44,6 +45,13 @@ def copies(bytes_each: int) -> range:
     return range(max(1, min(256, -(-SPAN // bytes_each))))
 
 
+def row(what: str, size: str, moved: int, calls: list[Callable], plain: list[Callable] | None = None) -> dict:
+    """A line of the table: `moved` bytes a call; `plain` is what the calls are to be compared with."""
+    t = seconds(calls)
+    compared = {"plain_us": 1e6 * seconds(plain)} if plain else {}
+    return {"what": what, "size": size, "us": 1e6 * t, "bytes_per_s": moved / t, **compared}
+
+
 def peak_bandwidth() -> float:
     """Bytes a second: the better of a large sum (reads) and a large copy (reads and writes)."""
     x = torch.ones(2**30, dtype=torch.float32, device="cuda")
@@ -52,26 +60,14 @@ def peak_bandwidth() -> float:
     return max(size / seconds([x.sum], 3), 2 * size / seconds([lambda: y.copy_(x)], 3))
 
 
-def decode_inputs(batch: int, context: int, heads: int, page: int) -> tuple[int, list[tuple]]:
-    """Bytes of K and V a call, and arguments for several calls, each on its own random pages of one pool."""
-    size = batch * context * 2 * HEADS_KV * DIM * DTYPE.itemsize
-    n, width = len(copies(size)), -(-context // page)
-    pages = torch.randperm(n * batch * width, device="cuda", dtype=torch.int32).view(n, batch, width)
-    k, v = (torch.empty(pages.numel(), page, HEADS_KV, DIM, dtype=DTYPE, device="cuda").normal_() for _ in "kv")
+def decode_calls(function: Callable, batch: int, context: int, heads: int, page: int) -> tuple[int, list[Callable]]:
+    """Bytes of K and V a call, and a call for each of several layers: one block table, as in an engine, many pools."""
+    size, width = batch * context * 2 * HEADS_KV * DIM * DTYPE.itemsize, -(-context // page)
+    table = torch.randperm(batch * width, device="cuda", dtype=torch.int32).view(batch, width)
+    pools = torch.empty(len(copies(size)), 2, batch * width, page, HEADS_KV, DIM, dtype=DTYPE, device="cuda").normal_()
     q = torch.randn(batch, 1, heads, DIM, dtype=DTYPE, device="cuda")
     lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-    return size, [(q, k, v, lens, None, table) for table in pages]
-
-
-def time_decode(function: Callable, batch: int, context: int, heads: int, page: int) -> tuple[float, float]:
-    """(seconds, bytes a second) of one call."""
-    size, inputs = decode_inputs(batch, context, heads, page)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, slots: None, table: Tensor) -> Callable[[], Tensor]:
-        return lambda: function(q, k, v, cache_seqlens=lens, block_table=table, causal=True)
-
-    t = seconds([call(*args) for args in inputs])
-    return t, size / t
+    return size, [partial(function, q, *kv, cache_seqlens=lens, block_table=table, causal=True) for kv in pools]
 
 
 def decode_rows() -> Iterator[dict]:
@@ -81,82 +77,96 @@ def decode_rows() -> Iterator[dict]:
 
         kernels.append(("flash-attn, pages of 256", flash_attn_with_kvcache, 256))
     for heads, batch, context in product(HEADS, BATCHES, CONTEXTS):
-        if 4 * batch * context * HEADS_KV * DIM * DTYPE.itemsize < torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved():
-            for name, function, page in kernels:
-                t, rate = time_decode(function, batch, context, heads, page)
-                yield {"what": name, "size": f"{batch} x {context}, {heads}/{HEADS_KV} heads", "us": 1e6 * t, "rate": rate}
+        torch.cuda.empty_cache()
+        if 5 * batch * context * HEADS_KV * DIM * DTYPE.itemsize > torch.cuda.mem_get_info()[0]:
+            continue
+        for name, function, page in kernels:
+            size, calls = decode_calls(function, batch, context, heads, page)
+            yield row(name, f"{batch} x {context}, {heads}/{HEADS_KV} heads", size, calls)
 
 
-def op_cases(tokens: int, hidden: int, inner: int, heads: int) -> Iterator[tuple[str, int, Callable, Callable, tuple]]:
-    """(name, bytes moved, fused, plain, shapes of the inputs that change from call to call)."""
-    new = {"dtype": DTYPE, "device": "cuda"}
-    weight, head_weight = torch.ones(hidden, **new), torch.ones(DIM, **new)
-    cos, sin = torch.randn(2, tokens, 1, DIM, **new)
-    pools = torch.zeros(2, 2**16, HEADS_KV, DIM, **new)
-    rows = torch.randperm(2**16, device="cuda")[:tokens]
+def plain_qk_norm_rope(
+    heads: Tensor, num_heads: int, num_kv_heads: int, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, ...]:  # fmt: skip
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    qk = torch.cat((ops.rms_norm(q, q_weight, eps), ops.rms_norm(k, k_weight, eps)), 1)
+    return *ops.rope(qk, cos, sin).split((num_heads, num_kv_heads), 1), v
 
-    def plain_rope(x: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = x.split((heads, HEADS_KV, HEADS_KV), 1)
-        qk = torch.cat((ops.rms_norm(q, head_weight, 1e-6), ops.rms_norm(k, head_weight, 1e-6)), 1)
-        return *ops.rope(qk, cos, sin).split((heads, HEADS_KV), 1), v
 
-    def plain_store(k: Tensor, v: Tensor) -> None:
-        pools[0][rows], pools[1][rows] = k, v
+def plain_store_kv(k_pool: Tensor, v_pool: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
+    k_pool[rows], v_pool[rows] = k, v
 
-    row, kv, qkv = tokens * hidden, (tokens, HEADS_KV, DIM), (tokens, heads + 2 * HEADS_KV, DIM)
-    yield "rms_norm", 2 * row, lambda x: triton_ops.rms_norm(x, weight, 1e-6), lambda x: ops.rms_norm(x, weight, 1e-6), (
-        (tokens, hidden),
-    )
-    yield (
-        "add_rms_norm", 4 * row, lambda x, d: triton_ops.add_rms_norm(x, d, weight, 1e-6),
-        lambda x, d: ops.add_rms_norm(x, d, weight, 1e-6), ((tokens, hidden),) * 2,
-    )  # fmt: skip
-    yield "silu_and_mul", 3 * tokens * inner, triton_ops.silu_and_mul, ops.silu_and_mul, ((tokens, 2 * inner),)
-    yield (
-        "qk_norm_rope", 2 * tokens * (heads + HEADS_KV + 1) * DIM,
-        lambda x: triton_ops.qk_norm_rope(x, heads, HEADS_KV, head_weight, head_weight, 1e-6, cos, sin), plain_rope, (qkv,),
-    )  # fmt: skip
-    yield "store_kv", 4 * tokens * HEADS_KV * DIM, lambda k, v: triton_ops.store_kv(*pools, rows, k, v), plain_store, (kv, kv)
+
+def op_cases(tokens: int, hidden: int, inner: int, heads: int) -> list[tuple[str, int, Callable, Callable, tuple]]:
+    """Name, values read and written, fused and plain version, shapes of the inputs that change from call to call."""
+    new = partial(torch.randn, dtype=DTYPE, device="cuda")
+    x, gate_up, kv = (tokens, hidden), (tokens, 2 * inner), (tokens, HEADS_KV, DIM)
+    norm, head_weight, (cos, sin) = {"weight": new(hidden), "eps": 1e-6}, new(DIM), new(2, tokens, 1, DIM)
+    rope = {"num_heads": heads, "num_kv_heads": HEADS_KV, "q_weight": head_weight, "k_weight": head_weight}
+    rope |= {"eps": 1e-6, "cos": cos, "sin": sin}
+    store = (*new(2, 2**16, HEADS_KV, DIM), torch.randperm(2**16, device="cuda")[:tokens])
+    names = {
+        "rms_norm": (2 * hidden, partial(triton_ops.rms_norm, **norm), partial(ops.rms_norm, **norm), (x,)),
+        "add_rms_norm": (
+            4 * hidden,
+            partial(triton_ops.add_rms_norm, **norm),
+            partial(ops.add_rms_norm, **norm),
+            (x, x),
+        ),
+        "silu_and_mul": (3 * inner, triton_ops.silu_and_mul, ops.silu_and_mul, (gate_up,)),
+        "qk_norm_rope": (
+            2 * (heads + HEADS_KV + 1) * DIM,
+            partial(triton_ops.qk_norm_rope, **rope),
+            partial(plain_qk_norm_rope, **rope),
+            ((tokens, heads + 2 * HEADS_KV, DIM),),
+        ),
+        "store_kv": (
+            4 * HEADS_KV * DIM,
+            partial(triton_ops.store_kv, *store),
+            partial(plain_store_kv, *store),
+            (kv, kv),
+        ),
+    }
+    return [(name, tokens * values, *rest) for name, (values, *rest) in names.items()]
 
 
 def op_rows() -> Iterator[dict]:
-    for (hidden, inner, heads), tokens in product(SHAPES, (1, 256, 8192)):
+    for (hidden, inner, heads), tokens in product(SHAPES, TOKENS):
         for name, values, fused, plain, shapes in op_cases(tokens, hidden, inner, heads):
-            size = values * DTYPE.itemsize
-            inputs = [[torch.randn(shape, dtype=DTYPE, device="cuda") for shape in shapes] for _ in copies(size)]
-            t, before = (seconds([lambda f=f, args=args: f(*args) for args in inputs]) for f in (fused, plain))
-            yield {"what": name, "size": f"{tokens} x {hidden}", "us": 1e6 * t, "rate": size / t, "plain_us": 1e6 * before}
+            moved = values * DTYPE.itemsize
+            inputs = [[torch.randn(shape, dtype=DTYPE, device="cuda") for shape in shapes] for _ in copies(moved)]
+            calls, compared = ([partial(f, *tensors) for tensors in inputs] for f in (fused, plain))
+            yield row(name, f"{tokens} tokens, hidden {hidden}", moved, calls, compared)
 
 
 def sampler_rows() -> Iterator[dict]:
-    vocab = 151936
-    for batch, greedy in product((1, 256), (False, True)):
-        heat = torch.full((batch,), 0.0 if greedy else 1.6, device="cuda")
-        low, high = torch.randint(2**32, (2, batch), device="cuda")
-        size = batch * vocab * DTYPE.itemsize
-        inputs = [torch.randn(batch, vocab, dtype=DTYPE, device="cuda") for _ in copies(size)]
-        t = seconds([lambda x=x: triton_sample.gumbel_argmax(x, heat, low, high) for x in inputs])
-        before = seconds([lambda x=x: x.argmax(-1) for x in inputs])
-        size_text = f"{batch} x {vocab}, {'greedy' if greedy else 'sampled'}"
-        yield {"what": "gumbel_argmax", "size": size_text, "us": 1e6 * t, "rate": size / t, "plain_us": 1e6 * before}
+    for batch, heat in product((1, 256), (0.0, 0.6)):
+        moved = batch * VOCAB * DTYPE.itemsize
+        inverse = torch.full((batch,), 1 / heat if heat else 0.0, device="cuda")
+        keys = torch.randint(2**32, (2, batch), device="cuda")
+        inputs = [torch.randn(batch, VOCAB, dtype=DTYPE, device="cuda") for _ in copies(moved)]
+        calls = [partial(triton_sample.gumbel_argmax, logits, inverse, *keys) for logits in inputs]
+        compared = [partial(torch.argmax, logits, -1) for logits in inputs]
+        yield row("gumbel_argmax", f"{batch} x {VOCAB}, temperature {heat}", moved, calls, compared)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write the measurements to this file")
     args = parser.parse_args()
     peak = peak_bandwidth()
+    torch.cuda.empty_cache()
     rows = [*decode_rows(), *op_rows(), *sampler_rows()]
     if args.json:
         versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
         record = {"device": torch.cuda.get_device_name(), "versions": versions, "peak_bytes_per_s": peak, "rows": rows}
         with open(args.json, "w") as file:
             json.dump(record, file, indent=1)
-    print(f"{torch.cuda.get_device_name()}: {peak / 1e9:,.0f} GB/s; plain: PyTorch's own operations, argmax for the sampler")
-    print(f"{'what':<26}{'size':<28}{'us':>9}{'GB/s':>8}{'share':>7}{'plain us':>10}")
-    for row in rows:
-        plain = f"{row['plain_us']:10.1f}" if "plain_us" in row else ""
-        print(f"{row['what']:<26}{row['size']:<28}{row['us']:9.1f}{row['rate'] / 1e9:8,.0f}{row['rate'] / peak:7.0%}{plain}")
+    print(f"{torch.cuda.get_device_name()}: {peak / 1e9:,.0f} GB/s. plain: ops.py, or argmax beside the sampler")
+    print(f"{'what':<26}{'size':<36}{'us':>9}{'GB/s':>8}{'share':>7}{'plain us':>10}")
+    for line in rows:
+        rate, plain = line["bytes_per_s"], f"{line['plain_us']:10.1f}" if "plain_us" in line else ""
+        print(f"{line['what']:<26}{line['size']:<36}{line['us']:9.1f}{rate / 1e9:8,.0f}{rate / peak:7.0%}{plain}")
 
 
 if __name__ == "__main__":

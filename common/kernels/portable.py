@@ -27,14 +27,14 @@ def flash_attn_varlen_func(
     for b in range(len(starts_q) - 1):
         rows, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
         if block_table is None:
-            out[rows] = _attend(q[rows], k[keys], v[keys], causal)
+            out[rows] = attend(q[rows], k[keys], v[keys], causal)
         else:
             table, n = block_table[b], keys.stop - keys.start
-            out[rows] = _attend(q[rows], k[table].flatten(0, 1)[:n], v[table].flatten(0, 1)[:n], causal)
+            out[rows] = attend(q[rows], k[table].flatten(0, 1)[:n], v[table].flatten(0, 1)[:n], causal)
     return out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """One sequence: q [Sq, Hq, D], k and v [Sk, Hkv, D] -> [Sq, Hq, D]. Grouped queries share K/V without a copy."""
     (sq, _, _), (sk, heads_kv, _) = q.shape, k.shape
     q = q.transpose(0, 1).unflatten(0, (heads_kv, -1))  # [Hkv, G, Sq, D]
@@ -64,7 +64,10 @@ def flash_attn_with_kvcache(
     batch, sq, heads, _ = q.shape
     lens = None if q.is_cuda else cache_seqlens.tolist()  # reading them back would stall a GPU
     if block_table is not None:
-        k, v = (cache.index_select(0, block_table.flatten()).view(batch, -1, *cache.shape[2:]) for cache in (k_cache, v_cache))
+        k, v = (
+            cache.index_select(0, block_table.flatten()).view(batch, -1, *cache.shape[2:])
+            for cache in (k_cache, v_cache)
+        )
     else:
         k, v = (cache[:, : max(lens)] if lens else cache for cache in (k_cache, v_cache))
         if cache_batch_idx is not None:

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 64  # rows of K and V that a program takes at a time
-WARPS, STAGES = 4, 3  # STAGES - 1 blocks are on their way while one is worked on
-MIN_CHUNK = 128  # rows below which one more split costs more than it hides
+BLOCK = 32  # rows of K and V that a program takes at a time: small ones, so that many programs fit side by side
+WARPS, STAGES = 2, 3  # STAGES - 1 blocks are on their way while one is worked on
+MIN_CHUNK = 64  # rows below which one more split costs more than it hides
 PROGRAMS_PER_SM = 4  # enough to hide memory latency; more only adds partial results to merge
 MAX_SPLITS = 128
 
@@ -56,14 +56,13 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, block_table, cache_seqlens, partial, weight, splits, dim**-0.5 * 1.4426950408889634,
         q.stride(0), q.stride(2), *k_cache.stride()[:3], block_table.stride(0),
         PAGE=page_size, GROUP=heads // heads_kv, ROWS=max(16, triton.next_power_of_2(heads // heads_kv)), DIM=dim,
-        PADDED_DIM=padded_dim, BLOCK=BLOCK, MIN_CHUNK=MIN_CHUNK, WHOLE=splits == 1, num_warps=WARPS,
-        num_stages=STAGES if q.element_size() == 2 else 2,  # float32 blocks are twice as large
+        PADDED_DIM=padded_dim, BLOCK=BLOCK, MIN_CHUNK=MIN_CHUNK, WHOLE=splits == 1,
+        num_warps=WARPS if q.element_size() == 2 else 4, num_stages=STAGES if q.element_size() == 2 else 2,
     )  # fmt: skip
     if splits > 1:
-        _merge[(heads, batch)](
-            partial, weight, cache_seqlens, out, splits,
-            MAX_SPLITS=triton.next_power_of_2(splits), DIM=dim, PADDED_DIM=padded_dim, MIN_CHUNK=MIN_CHUNK, num_warps=4,
-        )  # fmt: skip
+        _merge[(heads, batch, triton.cdiv(dim, 32))](
+            partial, weight, out, splits, PADDED_SPLITS=triton.next_power_of_2(splits), DIM=dim, BLOCK=32, num_warps=1
+        )
     return out
 
 
@@ -75,12 +74,6 @@ def _num_sms(device: torch.device) -> int:
 def _num_splits(pairs: int, max_len: int, num_sms: int) -> int:
     """Splits of each (request, KV head) pair: enough for the chip, no more than the longest possible request can use."""
     return max(1, min(num_sms * PROGRAMS_PER_SM // pairs, triton.cdiv(max_len, MIN_CHUNK), MAX_SPLITS))
-
-
-@triton.jit
-def _rows_per_split(length, splits, MIN_CHUNK: tl.constexpr):
-    """Even shares of the length that a request has now; those beyond the last row stay empty."""
-    return tl.maximum(tl.cdiv(tl.cdiv(length, splits), 16) * 16, MIN_CHUNK)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -98,16 +91,20 @@ def _attend(
     # Heads vary fastest: programs that run side by side read neighbouring memory, and empty splits come last.
     head, request, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lens_ptr + request)
-    chunk = _rows_per_split(length, splits, MIN_CHUNK)
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(length, splits), 16) * 16, MIN_CHUNK)  # even shares of what is there now
     begin = split * chunk
     end = tl.minimum(begin + chunk, length)
-    if not WHOLE and begin >= end:
-        return
-
     group, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
+    query = head * GROUP + group
+    index = request * (tl.num_programs(0) * GROUP) + query
+    if not WHOLE:
+        index = index * splits + split
+        if begin >= end:
+            tl.store(weight_ptr + index, float("-inf"), mask=group < GROUP)
+            return
+
     is_dim = dims < DIM
     is_query = (group < GROUP)[:, None] & is_dim[None, :]
-    query = head * GROUP + group
     q = tl.load(q_ptr + request * q_batch + query[:, None] * q_head + dims[None, :], mask=is_query, other=0.0)
     table_ptr += request * table_row
     k_ptr += head * kv_head
@@ -137,27 +134,27 @@ def _attend(
         top = new_top
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    index = request * (tl.num_programs(0) * GROUP) + query
     if not WHOLE:
-        index = index * splits + split
         tl.store(weight_ptr + index, top + tl.log2(total), mask=group < GROUP)
     tl.store(out_ptr + index[:, None] * DIM + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=is_query)
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge(
-    partial_ptr, weight_ptr, lens_ptr, out_ptr, splits,
-    MAX_SPLITS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, MIN_CHUNK: tl.constexpr,
+    partial_ptr, weight_ptr, out_ptr, splits, PADDED_SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The average of the splits' results by weight, for one request and query head: [splits, D] -> [D]."""
-    length = tl.load(lens_ptr + tl.program_id(1))
+    """The average of the splits' results by weight, for BLOCK dimensions of one query head: [splits, BLOCK] -> [BLOCK].
+
+    Which splits are empty shows in their weights: no load here has to wait for another one.
+    """
     index = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    split, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, PADDED_DIM)
-    used = split * _rows_per_split(length, splits, MIN_CHUNK) < length
-    weight = tl.load(weight_ptr + index * splits + split, mask=used, other=float("-inf"))
-    weight = tl.exp2(weight - tl.maximum(tl.max(weight, 0), -1e30))  # an empty request has -inf only: no NaN then
-    mask = used[:, None] & (dims < DIM)[None, :]
-    values = tl.load(partial_ptr + (index * splits + split)[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+    split, dims = tl.arange(0, PADDED_SPLITS), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    at = index * splits + split
+    weight = tl.load(weight_ptr + at, mask=split < splits, other=float("-inf"))
+    mask = (split < splits)[:, None] & (dims < DIM)[None, :]
+    values = tl.load(partial_ptr + at[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+    values = tl.where((weight > float("-inf"))[:, None], values, 0.0)  # an empty split has left its part unwritten
+    weight = tl.exp2(weight - tl.maximum(tl.max(weight, 0), -1e30))  # and an empty request has -inf only: no NaN then
     total = tl.sum(weight, 0)
     out = tl.sum(values * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + index * DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < DIM)
