@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from common.config import DUMMY_MODELS, EngineConfig, ModelConfig, UserError
 from common.device import resolve_device, resolve_dtype
 from common.kernels import Kernels, select_kernels
+from common.kernels import ops as plain_ops
 from common.kernels.cpu_linear import pack_linears
 from common.model import CausalLM
 from common.tokenizer import Tokenizer
@@ -68,7 +70,7 @@ def load(config: EngineConfig) -> Loaded:
     kernels = select_kernels(config.attn, device, dtype)
     shape, folder = load_config(config.model)
     config = config.resolve(device.type, shape.max_position)
-    model = empty_model(shape, device, dtype)
+    model = empty_model(shape, device, dtype, kernels.ops)
     if folder is None:
         fill_dummy(model)
     else:
@@ -225,10 +227,10 @@ def _eos_ids(folder: Path, hf) -> frozenset[int]:
     return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
 
 
-def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CausalLM:
+def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, ops: ModuleType = plain_ops) -> CausalLM:
     """Parameters without values."""
     with torch.device("meta"):
-        model = CausalLM(config).to(dtype)
+        model = CausalLM(config, ops).to(dtype)
     model.to_empty(device=device).requires_grad_(False).eval()
     model.tie_embeddings()
     return model
@@ -279,7 +281,7 @@ def load_weights(model: CausalLM, tensors: Iterator[tuple[str, Tensor]]) -> None
         parts = name.removeprefix("model.").split(".")
         projection = parts[-2] if len(parts) > 1 else ""
         ours = ".".join([*parts[:-2], FUSED.get(projection, projection), parts[-1]])
-        if ours == "lm_head.weight" and config.tie_embeddings or name.endswith("rotary_emb.inv_freq"):
+        if (ours == "lm_head.weight" and config.tie_embeddings) or name.endswith("rotary_emb.inv_freq"):
             continue
         if ours not in parameters:
             raise UserError(

@@ -23,8 +23,11 @@ FLAGS = {
     "max_running": (int, "requests that compute at the same time"),
     "max_batch_tokens": (int, "positions computed in one step; longer prompts come in chunks of this"),
     "page_size": (int, "tokens in a page of the KV pool"),
-    "kv_tokens": (int, "size of the KV pool in tokens; default on a GPU: what is free"),
+    "kv_tokens": (int, "size of the KV pool in tokens; on a GPU by default what is free"),
     "memory_fraction": (float, "share of a GPU's memory to use, for everything together"),
+    "graph": (bool, "replay decode steps from CUDA graphs"),
+    "graph_max_batch": (int, "requests in the largest CUDA graph"),
+    "overlap": (bool, "schedule the next step while the device computes this one"),
     "seed": (int, "decides the draws of requests that bring no seed"),
 }
 COMMON = ("model", "device", "dtype", "attn", "max_model_len", "seed", "save")
@@ -41,11 +44,11 @@ def parser(description: str, *extra: str, flags: tuple[str, ...] = COMMON) -> ar
             )
         else:
             kind, text = FLAGS[flag]
-            values = defaults[flag] or ", ".join(
-                f"{d[flag]} on {name}" for name, d in DEVICE_DEFAULTS.items() if d.get(flag)
-            )
-            note = f" (default: {values})" if values != "" else ""
-            result.add_argument(f"--{flag.replace('_', '-')}", type=kind, default=defaults[flag], help=text + note)
+            by_device = {name: values[flag] for name, values in DEVICE_DEFAULTS.items() if values.get(flag) is not None}
+            default = ", ".join(f"{value} on {name}" for name, value in by_device.items()) or defaults[flag]
+            how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+            name, text = f"--{flag.replace('_', '-')}", f"{text} (default: {default})"
+            result.add_argument(name, default=defaults[flag], help=text, **how)
     return result
 
 

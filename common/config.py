@@ -108,9 +108,12 @@ class EngineConfig:
     page_size: int | None = None  # tokens
     kv_tokens: int | None = None  # size of the KV pool; on a GPU None means: what is free
     memory_fraction: float = 0.9  # of a GPU's memory, for everything together
+    graph: bool | None = None  # replay decode steps from CUDA graphs; on a CPU, call what would be recorded
+    graph_max_batch: int = 256  # requests in the largest of them
+    overlap: bool = True  # schedule the next step while the device computes this one
 
     def __post_init__(self):
-        for name in ("max_model_len", "max_running", "max_batch_tokens", "page_size", "kv_tokens"):
+        for name in ("max_model_len", "max_running", "max_batch_tokens", "page_size", "kv_tokens", "graph_max_batch"):
             if (value := getattr(self, name)) is not None:
                 check_range(name, value, 1)
         check_range("memory_fraction", self.memory_fraction, 0, 1, open_low=True)
@@ -129,8 +132,8 @@ class EngineConfig:
 
 # What fits a laptop, and what fills a GPU.
 DEVICE_DEFAULTS = {
-    "cpu": {"max_model_len": 2048, "max_running": 16, "max_batch_tokens": 512, "page_size": 16, "kv_tokens": 16384},
-    "cuda": {"max_model_len": None, "max_running": 256, "max_batch_tokens": 8192, "page_size": 1, "kv_tokens": None},
+    "cpu": {"max_model_len": 2048, "max_running": 16, "max_batch_tokens": 512, "page_size": 16, "kv_tokens": 16384, "graph": False},
+    "cuda": {"max_model_len": None, "max_running": 256, "max_batch_tokens": 8192, "page_size": 1, "kv_tokens": None, "graph": True},
 }
 
 

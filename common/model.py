@@ -5,78 +5,79 @@ passes the positions, and one call-back that does attention and keeps the keys a
 """
 
 import math
+from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.config import ModelConfig
 from common.interfaces import Attention
-from common.kernels import ops
+from common.kernels import ops as plain_ops
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, ops: ModuleType):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight, self.eps, self.ops = nn.Parameter(torch.ones(size)), eps, ops
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm)"""
-        return ops.add_rms_norm(x, delta, self.weight, self.eps)
+        return self.ops.add_rms_norm(x, delta, self.weight, self.eps)
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig, layer: int, ops: ModuleType):
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
+        self.layer, self.head_dim, self.eps, self.ops = layer, config.head_dim, config.rms_norm_eps, ops
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = nn.Linear(config.hidden_size, rows, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, self.eps, ops) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, self.eps, ops) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), 1)
-        if self.q_norm is not None:
-            q, k = qk.split((self.num_heads, self.num_kv_heads), 1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
-        q, k = ops.rope(qk, cos, sin).split((self.num_heads, self.num_kv_heads), 1)
+        norms = (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None else (None, None)
+        q, k, v = self.ops.qk_norm_rope(heads, self.num_heads, self.num_kv_heads, *norms, self.eps, cos, sin)
         return self.o_proj(attention(self.layer, q, k, v).flatten(1))
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ops: ModuleType):
         super().__init__()
+        self.ops = ops
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, index: int):
+    def __init__(self, config: ModelConfig, index: int, ops: ModuleType):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config, index)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.self_attn = SelfAttention(config, index, ops)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.mlp = MLP(config, ops)
 
 
 class CausalLM(nn.Module):
-    """Module names are Hugging Face's, except for the fused qkv_proj and gate_up_proj."""
+    """Module names are Hugging Face's, except for the fused qkv_proj and gate_up_proj.
 
-    def __init__(self, config: ModelConfig):
+    ops: who does the small operations, common.kernels.ops or a module with the same functions.
+    """
+
+    def __init__(self, config: ModelConfig, ops: ModuleType = plain_ops):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config, index, ops) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rope_tables: tuple[Tensor, Tensor] | None = None  # cos and sin, [max_position, 1, head_dim]
 

@@ -14,4 +14,4 @@ def build_engine(config: EngineConfig) -> Engine:
     m = load(config)
     cache = NullCacheManager(m.config.max_model_len)
     runner = ModelRunner(m.model, FullAttention(m.kernels, m.device))
-    return Engine(m.model.config, FCFSScheduler(cache), cache, runner, Sampler(), m.device, config.seed)
+    return Engine(m.model.config, FCFSScheduler(cache), cache, runner, Sampler(m.kernels.ops), m.device, config.seed)

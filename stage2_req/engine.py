@@ -139,4 +139,6 @@ class Engine:
         """Wait for a step's tokens and book them."""
         outputs = self.scheduler.update(batch, *samples.to_host())
         self.counts.output_tokens += len(outputs)
+        if not self.scheduler.has_work():
+            self.cache.check_integrity()
         return outputs

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from common.config import UserError, check_range
 from common.device import upload
+from common.kernels import ops as plain_ops
 from stage2_req.req import Req
 
 MAX_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-5  # below this a draw is the argmax; dividing by it would overflow
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class SamplingParams:
 
     @cached_property
     def deterministic(self) -> bool:
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
     @cached_property
     def filters(self) -> bool:
@@ -92,6 +95,11 @@ class Samples:
     tokens: Tensor  # [S] int64
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None  # chosen [S], top values [S, k], top ids [S, k]
 
+    def copy_to_host(self) -> "Samples":
+        """The same in pinned memory of the host; the copies are only enqueued."""
+        logprobs = None if self.logprobs is None else tuple(t.to("cpu", non_blocking=True) for t in self.logprobs)
+        return Samples(self.tokens.to("cpu", non_blocking=True), logprobs)
+
     def to_host(self) -> tuple[list[int], list[Logprobs] | None]:
         """Waits for the device."""
         if self.logprobs is None:
@@ -101,17 +109,18 @@ class Samples:
 
 
 class Sampler:
+    def __init__(self, ops: ModuleType = plain_ops):
+        self.ops = ops
+
     def __call__(self, logits: Tensor, reqs: list[Req]) -> Samples:
         """logits [S, V] -> one token for each of S requests."""
         params = [req.params for req in reqs]
         if all(p.greedy for p in params):
             return Samples(logits.argmax(-1))
-        raw = logits.float()
-        scores = self.adjust(raw, reqs) if any(p.adjusts for p in params) else raw
-        if not all(p.deterministic for p in params):
-            scores = self.perturb(scores, reqs)
-        tokens = scores.argmax(-1)
-        return Samples(tokens, self.logprobs(raw, tokens, params))
+        scores = self.adjust(logits.float(), reqs) if any(p.adjusts for p in params) else logits
+        deterministic = all(p.deterministic for p in params)
+        tokens = scores.argmax(-1) if deterministic else self.draw(scores, reqs)
+        return Samples(tokens, self.logprobs(logits, tokens, params))
 
     def adjust(self, logits: Tensor, reqs: list[Req]) -> Tensor:
         """Penalties and biases; repetition first, as in Hugging Face, then OpenAI's two, then the bias."""
@@ -131,23 +140,15 @@ class Sampler:
                 row.index_add_(0, upload(np.fromiter(delta, np.int64, len(delta)), row.device), values)
         return logits
 
-    def perturb(self, logits: Tensor, reqs: list[Req]) -> Tensor:
-        """Scores whose argmax is a draw from softmax(logits / temperature), filtered (the Gumbel-max trick).
-
-        Rows of requests without randomness keep their argmax.
-        """
+    def draw(self, logits: Tensor, reqs: list[Req]) -> Tensor:
+        """Tokens [S] from softmax(logits / temperature) after the filters; deterministic rows take their argmax."""
         params, device = [req.params for req in reqs], logits.device
-        heat = np.array([0.0 if p.deterministic else p.temperature for p in params], np.float32)[:, None]
-        heat, scale = upload(heat, device), upload(np.where(heat > 0, heat, 1), device)
-        scores = (
-            logits - logits.amax(-1, keepdim=True)
-        ) / scale  # the maximum is 0: no overflow for a tiny temperature
         filtered = [i for i, p in enumerate(params) if p.filters]
         if filtered:
-            rows = upload(np.array(filtered), device)
-            scores[rows] = keep_likeliest(scores[rows], [params[i] for i in filtered])
-        noise = gumbel([req.seed for req in reqs], [req.device_len for req in reqs], logits.shape[1], device)
-        return torch.where(heat > 0, scores + noise, scores)
+            rows, logits = upload(np.array(filtered), device), logits.float()
+            logits = logits.index_copy(0, rows, keep_likeliest(logits[rows], [params[i] for i in filtered]))
+        inv_temperature = np.array([0.0 if p.deterministic else 1 / p.temperature for p in params], np.float32)
+        return self.ops.gumbel_argmax(logits, upload(inv_temperature, device), *upload(noise_keys(reqs), device))
 
     def logprobs(
         self, logits: Tensor, tokens: Tensor, params: list[SamplingParams]
@@ -155,60 +156,44 @@ class Sampler:
         most = max((p.logprobs for p in params if p.logprobs is not None), default=None)
         if most is None:
             return None
-        logprobs = logits.log_softmax(-1)
+        logprobs = logits.float().log_softmax(-1)
         values, ids = logprobs.topk(min(most, logits.shape[1]), -1)
         return logprobs.gather(-1, tokens[:, None])[:, 0], values, ids
 
 
-def keep_likeliest(scores: Tensor, params: list[SamplingParams]) -> Tensor:
-    """scores [S, V] with -inf for the tokens that top_k, then top_p, then min_p rule out; the likeliest always stays."""
+def keep_likeliest(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+    """logits [S, V] with -inf for the tokens that top_k, then top_p, then min_p rule out; the likeliest always stays.
+
+    The last two look at the probabilities after temperature.
+    """
 
     def column(values: list[float]) -> Tensor:
-        return upload(np.array(values, np.float32)[:, None], scores.device)
+        return upload(np.array(values, np.float32)[:, None], logits.device)
 
-    size = scores.shape[1]
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(size, device=scores.device)
+    size = logits.shape[1]
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(size, device=logits.device)
     keep = rank < column([p.top_k if p.top_k > 0 else size for p in params])
-    probs = ordered.masked_fill(~keep, -math.inf).softmax(-1)
+    heated = (ordered - ordered[:, :1]) * column([1 / p.temperature for p in params])
+    probs = heated.masked_fill(~keep, -math.inf).softmax(-1)
     keep &= probs.cumsum(-1) - probs < column([p.top_p for p in params])
     keep &= probs >= probs[:, :1] * column([p.min_p for p in params])
     keep[:, 0] = True
-    return torch.full_like(scores, -math.inf).scatter_(-1, order, ordered.masked_fill(~keep, -math.inf))
+    return torch.full_like(logits, -math.inf).scatter_(-1, order, ordered.masked_fill(~keep, -math.inf))
 
 
-def gumbel(seeds: list[int], positions: list[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Standard Gumbel noise [S, vocab_size], float32: a hash of (seed, position, token), no generator.
+def noise_keys(reqs: list[Req]) -> np.ndarray:
+    """The low and the high 32 bits, [2, S] int64, of a hash of (seed, position); the position is the new token's.
 
-    The row's key is mixed on the host (splitmix64; Steele et al., 2014), then each element with a 32-bit finalizer
-    (lowbias32 by C. Wellons).
+    splitmix64 (Steele et al., 2014).
     """
     with np.errstate(over="ignore"):
-        key = np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        key += np.array(positions, np.uint64) * np.uint64(0xD1B54A32D192ED03)
+        key = np.array([req.seed & 0xFFFFFFFFFFFFFFFF for req in reqs], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        key += np.array([req.device_len for req in reqs], np.uint64) * np.uint64(0xD1B54A32D192ED03)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
-        key ^= key >> np.uint64(31)
-    low, high = (
-        upload((key >> np.uint64(shift)).astype(np.uint32).view(np.int32)[:, None], device) for shift in (0, 32)
-    )
-    x = torch.arange(vocab_size, dtype=torch.int32, device=device).mul_(_int32(0x9E3779B1)) + low
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x.bitwise_xor_(_shift_right(x, shift)).mul_(_int32(factor))
-    x.bitwise_xor_(_shift_right(x, 16)).bitwise_xor_(high)
-    uniform = x.view(torch.uint32).float().add_(0.5).mul_(2.0**-32)
-    uniform.clamp_(max=1 - 2.0**-24)  # near 0, where the large noise comes from, a float is fine enough
-    return uniform.neg_().log1p_().neg_().log_().neg_()
-
-
-def _int32(value: int) -> int:
-    """The signed number with the same 32 bits: PyTorch multiplies signed integers only, and wraps them."""
-    return value - (value >> 31 << 32)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """As if x were unsigned."""
-    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+    key ^= key >> np.uint64(31)
+    return np.stack((key & np.uint64(0xFFFFFFFF), key >> np.uint64(32))).astype(np.int64)
 
 
 def check_vocab(params: SamplingParams, vocab_size: int) -> None:

@@ -14,6 +14,6 @@ from stage3_kvcache.kv_pool import KVCachePool  # NEW
 def build_engine(config: EngineConfig) -> Engine:
     m = load(config)
     cache = SingleCacheManager(m.config.max_model_len)
-    pool = KVCachePool(m.model.config, m.config.max_model_len, m.device, m.dtype)
+    pool = KVCachePool(m, m.config.max_model_len)
     runner = ModelRunner(m.model, CachedAttention(m.kernels, pool, m.device))
-    return Engine(m.model.config, FCFSScheduler(cache), cache, runner, Sampler(), m.device, config.seed)
+    return Engine(m.model.config, FCFSScheduler(cache), cache, runner, Sampler(m.kernels.ops), m.device, config.seed)

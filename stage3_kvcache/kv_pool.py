@@ -3,18 +3,18 @@
 import torch
 from torch import Tensor
 
-from common.config import ModelConfig
+from common.checkpoint import Loaded
 
 
 class KVCachePool:
     """`k[layer]` and `v[layer]`: [num_tokens, num_kv_heads, head_dim]."""
 
-    def __init__(self, model: ModelConfig, num_tokens: int, device: torch.device, dtype: torch.dtype):
+    def __init__(self, m: Loaded, num_tokens: int):
+        model = m.model.config
         shape = (2, model.num_layers, num_tokens, model.num_kv_heads, model.head_dim)
-        self.num_tokens = num_tokens
-        self.k, self.v = (list(half) for half in torch.zeros(shape, device=device, dtype=dtype))
+        self.num_tokens, self.ops = num_tokens, m.kernels.ops
+        self.k, self.v = (list(half) for half in torch.zeros(shape, device=m.device, dtype=m.dtype))
 
     def store(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
         """k and v [T, num_kv_heads, head_dim] to the rows [T] (int64)."""
-        self.k[layer].index_copy_(0, rows, k)
-        self.v[layer].index_copy_(0, rows, v)
+        self.ops.store_kv(self.k[layer], self.v[layer], rows, k, v)

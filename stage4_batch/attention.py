@@ -45,16 +45,18 @@ class SlotAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
         self.pool.store(layer, self.out_loc, k, v)
-        d, pool_k, pool_v = self.num_decode, self.pool.k[layer], self.pool.v[layer]
-        parts = []
+        d, parts = self.num_decode, []
         if d:
-            k_blocks, v_blocks = (t.unflatten(0, (-1, self.block_size)) for t in (pool_k, pool_v))
-            decode = self.kernels.flash_attn_with_kvcache
-            parts.append(
-                decode(q[:d, None], k_blocks, v_blocks, cache_seqlens=self.seqlens, causal=True, **self.blocks)[:, 0]
-            )
+            parts.append(self.decode(layer, q[:d], self.seqlens, **self.blocks))
         if d < len(q):
-            keys = (k[d:], v[d:]) if self.context is None else (pool_k[self.context], pool_v[self.context])
+            keys = (k[d:], v[d:])
+            if self.context is not None:
+                keys = self.pool.k[layer][self.context], self.pool.v[layer][self.context]
             prefill = self.kernels.flash_attn_varlen_func
             parts.append(prefill(q[d:], *keys, self.cu_q, self.cu_k, self.max_q, self.max_k, causal=True))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def decode(self, layer: int, q: Tensor, seqlens: Tensor, **blocks: Tensor) -> Tensor:
+        """One query a request, q [B, Hq, D], against what the pool holds of it."""
+        k, v = (t[layer].view(-1, self.block_size, *t[layer].shape[1:]) for t in (self.pool.k, self.pool.v))
+        return self.kernels.flash_attn_with_kvcache(q[:, None], k, v, cache_seqlens=seqlens, causal=True, **blocks)[:, 0]

@@ -14,7 +14,7 @@ from stage4_batch.scheduler import BatchScheduler  # NEW
 def build_engine(config: EngineConfig) -> Engine:
     m = load(config)
     cache = SlotCacheManager(m.config.max_running, m.config.max_model_len)
-    pool = KVCachePool(m.model.config, m.config.max_running * m.config.max_model_len, m.device, m.dtype)
+    pool = KVCachePool(m, m.config.max_running * m.config.max_model_len)
     runner = ModelRunner(m.model, SlotAttention(m.kernels, pool, cache, m.device))
     scheduler = BatchScheduler(cache, m.config.max_batch_tokens)
-    return Engine(m.model.config, scheduler, cache, runner, Sampler(), m.device, config.seed)
+    return Engine(m.model.config, scheduler, cache, runner, Sampler(m.kernels.ops), m.device, config.seed)

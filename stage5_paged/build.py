@@ -16,7 +16,7 @@ def build_engine(config: EngineConfig) -> Engine:
     m = load(config)
     tokens, size = pool_tokens(m), m.config.page_size
     cache = PagedCacheManager(tokens // size, size, m.config.max_running, m.config.max_model_len, m.device)
-    pool = KVCachePool(m.model.config, tokens, m.device, m.dtype)
+    pool = KVCachePool(m, tokens)
     runner = ModelRunner(m.model, PagedAttention(m.kernels, pool, cache, m.device))
     scheduler = PagedScheduler(cache, m.config.max_batch_tokens)
-    return Engine(m.model.config, scheduler, cache, runner, Sampler(), m.device, config.seed)
+    return Engine(m.model.config, scheduler, cache, runner, Sampler(m.kernels.ops), m.device, config.seed)

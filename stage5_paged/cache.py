@@ -89,7 +89,8 @@ class PagedCacheManager:
 
     def check_integrity(self) -> None:
         pages = np.concatenate([self.allocator.free_pages(), *self.private_pages()])
-        assert np.array_equal(np.sort(pages), np.arange(self.allocator.num_pages)), "a page is lost or owned twice"
+        owners = np.bincount(pages, minlength=self.allocator.num_pages)
+        assert len(owners) == self.allocator.num_pages and (owners == 1).all(), "a page is lost or owned twice"
         assert sorted([*self.free_rows, *self.rows.values()]) == list(range(len(self.table))), (
             "a row is lost or owned twice"
         )

@@ -47,7 +47,7 @@ def measure_room(m: Loaded) -> tuple[int, str]:
     batch = Batch([(req, longest) for req in reqs])
     batch.prepare(device)
     batch.input_ids = torch.zeros(count * longest, dtype=torch.long, device=device)
-    Sampler()(ModelRunner(m.model, FullAttention(m.kernels, device)).run(batch), batch.sampled)
+    Sampler(m.kernels.ops)(ModelRunner(m.model, FullAttention(m.kernels, device)).run(batch), batch.sampled)
     torch.cuda.synchronize(device)
     step = torch.cuda.max_memory_allocated(device) - before
     del batch, reqs

@@ -145,7 +145,8 @@ def test_a_checkpoint_may_hold_a_copy_of_the_tied_head(tiny_checkpoint, tmp_path
 
 
 @pytest.mark.parametrize("name", [
-    "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight",
+    "model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.up_proj.weight",
+    "model.layers.0.self_attn.k_proj.weight",
     "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight",
 ])  # fmt: skip
 def test_a_missing_tensor(name, copy):
@@ -226,7 +227,8 @@ def test_a_config_that_says_nothing(text, copy):
 
 
 @pytest.mark.parametrize(("model_type", "architecture"), [
-    ("gpt2", "GPT2LMHeadModel"), ("gemma2", "Gemma2ForCausalLM"), ("mixtral", "MixtralForCausalLM"), ("llama", "LlamaForSequenceClassification"),
+    ("gpt2", "GPT2LMHeadModel"), ("gemma2", "Gemma2ForCausalLM"), ("mixtral", "MixtralForCausalLM"),
+    ("llama", "LlamaForSequenceClassification"),
 ])  # fmt: skip
 def test_an_unsupported_architecture_is_named_with_those_that_are_supported(model_type, architecture, copy):
     file = copy / "config.json"

@@ -51,7 +51,7 @@ def test_round_trip(tokenizer, text):
 @pytest.mark.parametrize("messages", [
     [{"role": "user", "content": "What is 12345?"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "你好 😀"}],
-    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "<|im_end|>"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
 ])  # fmt: skip
 def test_chat_is_the_template_of_the_folder(tokenizer, default_model, messages):
     from transformers import AutoTokenizer

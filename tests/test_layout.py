@@ -1,4 +1,4 @@
-"""The rules of the house, read off the syntax trees: who may import whom, how deep classes go, what a stage folder holds."""
+"""The rules of the house, read off the syntax trees: who imports whom, how deep classes go, what a stage holds."""
 
 import ast
 import re
@@ -33,7 +33,7 @@ TOP_LEVEL = {
 
 
 def imports(source: str) -> list[str]:
-    """Absolute names of all modules that the source imports, also inside functions; a relative import begins with a dot."""
+    """Names of all modules that the source imports, also inside functions; a relative import begins with a dot."""
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -49,7 +49,7 @@ def steps_of(engine) -> list[list]:
 
 
 def run_at_random(engine, checkpoint, seed: int, rounds: int = 1) -> dict[int, tuple]:
-    """Add the jobs while the engine runs, in a random order; uid -> (prompt, n, outputs). Every step must compute something."""
+    """Add the jobs in random order while the engine runs; uid -> (prompt, n, outputs). Every step must compute something."""
     draw, served = random.Random(seed), {}
     todo = draw.sample([*JOBS] * rounds, len(JOBS) * rounds)
     while todo or engine.has_work():
@@ -80,18 +80,18 @@ def test_nothing_is_read_before_it_is_written(build, llama, budget):
     """Large values in the whole pool, before the first and between two runs, leave no trace in the text."""
     engine = build(budget, max_running=3)
     pool = engine.runner.runner.attention.pool
-    for order in ([*JOBS], [*JOBS][::-1]):
+    for jobs in ([*JOBS.items()], [*JOBS.items()][::-1]):
         for layer in (*pool.k, *pool.v):
             layer.fill_(1e3)
-        reqs = engine.generate([llama.prompt(length) for length in order], [greedy(JOBS[length]) for length in order])
-        assert [req.output_ids for req in reqs] == [reference(llama, llama.prompt(length), JOBS[length]) for length in order]
+        reqs = engine.generate([llama.prompt(length) for length, _ in jobs], [greedy(n) for _, n in jobs])
+        assert [req.output_ids for req in reqs] == [reference(llama, llama.prompt(length), n) for length, n in jobs]
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_equal_prompts_at_once(build, llama, budget):
     prompt = llama.prompt(20)
-    params = [greedy(8), greedy(8), SamplingParams(temperature=1.0, seed=1, max_tokens=8), SamplingParams(temperature=1.0, seed=1, max_tokens=8)]
-    one, two, three, four = (req.output_ids for req in build(budget).generate([prompt] * 4, params))
+    params = [greedy(8), SamplingParams(temperature=1.0, seed=1, max_tokens=8)]
+    one, three, two, four = (req.output_ids for req in build(budget).generate([prompt] * 4, params * 2))
     assert one == two == reference(llama, prompt, 8)
     assert three == four != one
 

@@ -1,4 +1,4 @@
-"""The two attention functions of flash-attn, under its own names and signatures, and who implements them.
+"""The two attention functions of flash-attn, under its own names and signatures, and who implements them here.
 
 `flash_attn_varlen_func` serves steps with many new tokens, `flash_attn_with_kvcache` those of one token a request.
 """
@@ -6,13 +6,14 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
 from common.config import UserError
-from common.kernels import portable
+from common.kernels import ops, portable
 
-KERNELS = ("auto", "portable", "flash")
+KERNELS = ("auto", "portable", "flash", "triton")
 
 
 @dataclass(frozen=True)
@@ -20,21 +21,35 @@ class Kernels:
     name: str
     flash_attn_varlen_func: Callable
     flash_attn_with_kvcache: Callable
+    ops: ModuleType = ops  # the small operations
 
 
 def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """`auto` is flash-attn where it can run, else portable. Raises UserError for what can't run here."""
-    obstacle = _flash_obstacle(device, dtype)
-    if name == "flash" and obstacle:
-        raise UserError(f"--attn flash needs {obstacle}; use --attn portable")
-    if name == "flash" or (name == "auto" and not obstacle):
-        name = "flash"
-        from common.kernels import flash as module
-    elif name in KERNELS:
-        module, name = portable, "portable"
-    else:
+    """Who computes. Raises UserError for what can't run here.
+
+    portable: PyTorch for everything. flash: flash-attn for both functions (pages of 256). triton: our own decode
+    kernel, for pages of any size; flash-attn for prefill where it can run. auto: triton on a GPU, else portable.
+    """
+    if name not in KERNELS:
         raise UserError(f"attention kernel {name!r} is unknown; use {', '.join(KERNELS)}")
-    return Kernels(name, module.flash_attn_varlen_func, module.flash_attn_with_kvcache)
+    obstacles = {"flash": _flash_obstacle(device, dtype), "triton": _triton_obstacle(device)}
+    if name == "auto":
+        name = "portable" if obstacles["triton"] else "triton"
+    if obstacle := obstacles.get(name):
+        raise UserError(f"--attn {name} needs {obstacle}; use --attn portable")
+    if name == "portable":
+        return Kernels(name, portable.flash_attn_varlen_func, portable.flash_attn_with_kvcache)
+    prefill = portable
+    if not obstacles["flash"]:
+        from common.kernels import flash as prefill
+    fused = ops
+    if not obstacles["triton"]:
+        from common.kernels import triton_ops as fused
+    if name == "flash":
+        return Kernels(name, prefill.flash_attn_varlen_func, prefill.flash_attn_with_kvcache, fused)
+    from common.kernels.triton_decode import flash_attn_with_kvcache
+
+    return Kernels(name, prefill.flash_attn_varlen_func, flash_attn_with_kvcache, fused)
 
 
 def _flash_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -45,3 +60,9 @@ def _flash_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("flash_attn") is None:
         return "the flash-attn package (pip install -r requirements-gpu.txt)"
     return None
+
+
+def _triton_obstacle(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "a GPU"
+    return None if importlib.util.find_spec("triton") else "the triton package"

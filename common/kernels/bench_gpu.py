@@ -154,6 +154,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write the measurements to this file")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is nothing to measure without a CUDA device")
     peak = peak_bandwidth()
     torch.cuda.empty_cache()
     rows = [*decode_rows(), *op_rows(), *sampler_rows()]

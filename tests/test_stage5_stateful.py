@@ -1,0 +1,157 @@
+"""Stages 4 and 5 under random histories of add, abort and step on tiny pools, against the texts of Hugging Face and stage 2.
+
+After every step memory is in order; a step with work computes something; nobody speaks after the end; and in the end
+every request has exactly its text and its reason, and no page or slot is held. The pools are so small that requests are
+retracted all the time. HYPOTHESIS_PROFILE=nightly tries many more histories.
+"""
+
+import os
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from stage2_req.build import build_engine as build_stage2
+from stage2_req.sampling import SamplingParams
+from stage4_batch.build import build_engine as build_stage4
+from stage5_paged.build import build_engine as build_stage5
+from tests.conftest import reference
+
+common = settings(deadline=None, suppress_health_check=[*HealthCheck])
+settings.register_profile("ci", common, derandomize=True, max_examples=60, stateful_step_count=40)
+settings.register_profile("nightly", common, max_examples=2000, stateful_step_count=60, print_blob=True)
+PROFILE = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+PROMPT_LENGTHS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 30)
+LONGEST = 40  # tokens asked for at the most
+KINDS = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "seed": 11},
+    "filtered": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "seed": 12},
+    "penalties": {"temperature": 0.8, "seed": 13, "repetition_penalty": 1.3, "frequency_penalty": 0.3},
+}
+
+
+class Oracle:
+    """The text after a prompt: Hugging Face's where it is greedy, else what stage 2 says to the prompt alone."""
+
+    def __init__(self, checkpoint):
+        self.checkpoint, self.engine, self.texts = checkpoint, build_stage2(checkpoint.config()), {}
+
+    def text(self, length: int, kind: str) -> list[int]:
+        if (length, kind) not in self.texts:
+            prompt, params = self.checkpoint.prompt(length), SamplingParams(max_tokens=LONGEST, **KINDS[kind])
+            self.texts[length, kind] = self.engine.generate([prompt], params)[0].output_ids
+            if kind == "greedy":
+                assert self.texts[length, kind] == reference(self.checkpoint, prompt, LONGEST)
+        return self.texts[length, kind]
+
+
+class History(RuleBasedStateMachine):
+    """One engine, and what is known of its requests by uid."""
+
+    def __init__(self, oracle: Oracle, tally: Counter):
+        super().__init__()
+        self.oracle, self.tally = oracle, tally
+        self.expected, self.texts, self.reasons = {}, {}, {}
+
+    @property
+    def live(self) -> list[int]:
+        return [uid for uid in self.texts if uid not in self.reasons]
+
+    @initialize(
+        stage=st.sampled_from([4, 5, 5, 5]),
+        page_size=st.sampled_from([1, 3, 4, 16]),
+        kv_tokens=st.integers(40, 120),
+        max_batch_tokens=st.sampled_from([1, 5, 16, 64]),
+        max_running=st.integers(1, 6),
+        max_model_len=st.integers(40, 70),
+    )
+    def build(self, stage, **config):
+        self.engine = {4: build_stage4, 5: build_stage5}[stage](self.oracle.checkpoint.config(**config))
+
+    @rule(
+        length=st.sampled_from(PROMPT_LENGTHS),
+        kind=st.sampled_from([*KINDS]),
+        max_tokens=st.integers(1, LONGEST),
+        stop_at=st.none() | st.integers(0, LONGEST - 1),
+        copies=st.integers(1, 3),
+    )
+    def add(self, length, kind, max_tokens, stop_at, copies):
+        text = self.oracle.text(length, kind)
+        stop_ids = set() if stop_at is None else {text[stop_at]}
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_ids, **KINDS[kind])
+        room = self.engine.cache.max_len - length + 1  # the last token needs no row
+        end, reason = (max_tokens, "max_tokens") if max_tokens <= room else (room, "length")
+        if stop_ids & set(text[:end]):
+            end, reason = text.index(text[stop_at]) + 1, "stop_token"
+        for _ in range(copies):
+            uid = self.engine.add(self.oracle.checkpoint.prompt(length), params)
+            self.expected[uid], self.texts[uid] = (text[:end], reason), []
+
+    @rule(times=st.integers(1, 8))
+    def step(self, times):
+        for _ in range(times):
+            work, before = self.engine.has_work(), self.engine.stats().computed_tokens
+            self.book(self.engine.step())
+            assert work == bool(before < self.engine.stats().computed_tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(choice=st.integers(0, 30))
+    def abort(self, choice):
+        self.give_up(choice)
+        self.check()
+
+    @precondition(lambda self: self.live)
+    @rule(choice=st.integers(0, 30))
+    def abort_while_a_step_is_under_way(self, choice):
+        batch = self.engine.scheduler.schedule()
+        samples = self.engine.launch(batch)
+        self.give_up(choice)
+        self.book(self.engine.collect(batch, samples))
+
+    def give_up(self, choice):
+        uid = self.live[choice % len(self.live)]
+        self.reasons[uid] = "abort"
+        assert self.engine.abort(uid)
+        assert not self.engine.abort(uid)
+        self.tally["aborted"] += 1
+
+    def book(self, outputs):
+        assert len({output.uid for output in outputs}) == len(outputs)
+        for output in outputs:
+            assert output.uid in self.live
+            self.texts[output.uid].append(output.token_id)
+            text, reason = self.expected[output.uid]
+            assert self.texts[output.uid] == text[: len(self.texts[output.uid])]
+            if output.finish_reason is not None:
+                self.reasons[output.uid] = output.finish_reason
+                assert (self.texts[output.uid], output.finish_reason) == (text, reason)
+                self.tally[reason] += 1
+        self.check()
+
+    def check(self):
+        self.engine.cache.check_integrity()
+        stats = self.engine.stats()
+        assert stats.running + stats.waiting == len(self.live)
+        assert self.engine.has_work() == bool(self.live)
+        assert 0 <= stats.usage <= 1
+
+    def teardown(self):
+        """To the end: the oldest computes in every step, so this bounds the number of steps."""
+        limit = (max(PROMPT_LENGTHS) + LONGEST) * len(self.live)
+        while self.live and limit:
+            self.step(times=1)
+            limit -= 1
+        assert not self.live
+        assert self.engine.stats().usage == 0
+        self.tally["retracted"] += getattr(self.engine.scheduler, "num_retracted", 0)
+
+
+def test_random_histories(tiny_checkpoint):
+    tally, oracle = Counter(), Oracle(tiny_checkpoint("llama"))
+    run_state_machine_as_test(lambda: History(oracle, tally), settings=PROFILE)
+    print(tally)
+    assert tally["retracted"] > PROFILE.max_examples / 4
+    assert all(tally[reason] > 10 for reason in ("max_tokens", "length", "stop_token", "aborted")), tally
