@@ -88,8 +88,9 @@ class Engine:
         try:
             with tqdm(total=len(reqs), unit="req", disable=not progress) as bar:
                 while self.has_work():
-                    bar.update(sum(output.finish_reason is not None for output in self.step()))
-                    bar.set_postfix(tokens=self.counts.output_tokens, refresh=False)
+                    if done := sum(output.finish_reason is not None for output in self.step()):
+                        bar.set_postfix(tokens=self.counts.output_tokens, refresh=False)
+                        bar.update(done)
         except BaseException:  # Ctrl-C too: leave nothing behind
             for req in reqs:
                 self.abort(req.uid)

@@ -69,7 +69,8 @@ class Req:
 class Batch:
     """One step, frozen when it is scheduled, because the requests' own lengths move on before the host reads the tokens.
 
-    Requests with one new position come first. Arrays are [B] int64 on the host: `lens` new positions of each request,
+    Requests with one new position come first, the longest at the head: a device that starts with the longest pieces of
+    work finishes all of them soonest. Arrays are [B] int64 on the host: `lens` new positions of each request,
     which are positions `starts` to `ends`; `samples`: is the last of them the request's newest token, so that the next
     one is to be sampled? `rows` is the cache manager's own index of each request.
     """
@@ -77,10 +78,10 @@ class Batch:
     def __init__(self, picks: list[tuple[Req, int]]):
         """picks: (request, how many of its positions to compute)."""
         decodes = [pick for pick in picks if pick[1] == 1]
-        if len(decodes) < len(picks):
-            picks = decodes + [pick for pick in picks if pick[1] > 1]
+        chunks = [pick for pick in picks if pick[1] > 1] if len(decodes) < len(picks) else []
+        decodes.sort(key=lambda pick: -pick[0].cached_len)
         self.num_decode = len(decodes)
-        self.reqs, lens = zip(*picks, strict=True)
+        self.reqs, lens = zip(*decodes, *chunks, strict=True)
         self.lens = np.array(lens)
         self.starts = self.gather("cached_len")
         self.ends = self.starts + self.lens

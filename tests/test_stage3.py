@@ -13,8 +13,6 @@ from stage3_kvcache.build import build_engine
 from stage3_kvcache.kv_pool import KVCachePool
 from tests.conftest import reference
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def llama(tiny_checkpoint):
@@ -95,14 +93,14 @@ def test_usage_is_the_share_of_rows_with_a_cached_position(llama):
 
 
 def test_a_pool_takes_the_memory_that_the_formula_says(llama):
-    shape = load(llama.config()).model.config
-    pool = KVCachePool(shape, 100, CPU, torch.bfloat16)
+    m = load(llama.config(dtype="bfloat16"))
+    pool = KVCachePool(m, 100)
     taken = sum(layer.numel() * layer.element_size() for layer in (*pool.k, *pool.v))
-    assert taken == 100 * shape.kv_bytes_per_token(2)
+    assert taken == 100 * m.model.config.kv_bytes_per_token(2)
 
 
 def test_store_puts_rows_where_it_is_told(llama):
-    pool = KVCachePool(load(llama.config()).model.config, 8, CPU, torch.float32)
+    pool = KVCachePool(load(llama.config()), 8)
     k, v = torch.randn(2, 3, *pool.k[0].shape[1:])
     pool.store(1, torch.tensor([6, 0, 3]), k, v)
     assert torch.equal(pool.k[1][[6, 0, 3]], k)

@@ -63,18 +63,19 @@ class History(RuleBasedStateMachine):
     @initialize(
         stage=st.sampled_from([4, 5, 5, 5]),
         page_size=st.sampled_from([1, 3, 4, 16]),
-        kv_tokens=st.integers(40, 120),
-        max_batch_tokens=st.sampled_from([1, 5, 16, 64]),
+        kv_tokens=st.integers(40, 80) | st.integers(40, 120),
+        max_batch_tokens=st.sampled_from([1, 5, 16, 64, 64]),
         max_running=st.integers(1, 6),
         max_model_len=st.integers(40, 70),
     )
     def build(self, stage, **config):
         self.engine = {4: build_stage4, 5: build_stage5}[stage](self.oracle.checkpoint.config(**config))
 
+    @precondition(lambda self: len(self.live) < 8)
     @rule(
         length=st.sampled_from(PROMPT_LENGTHS),
         kind=st.sampled_from([*KINDS]),
-        max_tokens=st.integers(1, LONGEST),
+        max_tokens=st.integers(1, LONGEST) | st.just(LONGEST),
         stop_at=st.none() | st.integers(0, LONGEST - 1),
         copies=st.integers(1, 3),
     )
@@ -90,7 +91,11 @@ class History(RuleBasedStateMachine):
             uid = self.engine.add(self.oracle.checkpoint.prompt(length), params)
             self.expected[uid], self.texts[uid] = (text[:end], reason), []
 
-    @rule(times=st.integers(1, 8))
+    @rule(times=st.integers(4, 20))
+    def many_steps(self, times):
+        self.step(times)
+
+    @rule(times=st.integers(1, 3))
     def step(self, times):
         for _ in range(times):
             work, before = self.engine.has_work(), self.engine.stats().computed_tokens
@@ -98,24 +103,19 @@ class History(RuleBasedStateMachine):
             assert work == bool(before < self.engine.stats().computed_tokens)
 
     @precondition(lambda self: self.live)
-    @rule(choice=st.integers(0, 30))
-    def abort(self, choice):
-        self.give_up(choice)
-        self.check()
-
-    @precondition(lambda self: self.live)
-    @rule(choice=st.integers(0, 30))
-    def abort_while_a_step_is_under_way(self, choice):
-        batch = self.engine.scheduler.schedule()
-        samples = self.engine.launch(batch)
-        self.give_up(choice)
-        self.book(self.engine.collect(batch, samples))
-
-    def give_up(self, choice):
-        uid = self.live[choice % len(self.live)]
+    @rule(choice=st.integers(0, 30), under_way=st.booleans())
+    def abort(self, choice, under_way):
+        """Between two steps, or while one is under way: it may be the very step in which the request would have ended."""
+        outputs, uid = [], self.live[choice % len(self.live)]
         self.reasons[uid] = "abort"
+        if under_way:
+            batch = self.engine.scheduler.schedule()
+            samples = self.engine.launch(batch)
         assert self.engine.abort(uid)
         assert not self.engine.abort(uid)
+        if under_way:
+            outputs = self.engine.collect(batch, samples)
+        self.book(outputs)
         self.tally["aborted"] += 1
 
     def book(self, outputs):
@@ -146,6 +146,7 @@ class History(RuleBasedStateMachine):
             limit -= 1
         assert not self.live
         assert self.engine.stats().usage == 0
+        self.tally["steps"] += self.engine.stats().steps
         self.tally["retracted"] += getattr(self.engine.scheduler, "num_retracted", 0)
 
 
