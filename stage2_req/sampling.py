@@ -176,7 +176,7 @@ def keep_likeliest(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     keep = rank < column([p.top_k if p.top_k > 0 else size for p in params])
     heated = (ordered - ordered[:, :1]) * column([1 / p.temperature for p in params])
     probs = heated.masked_fill(~keep, -math.inf).softmax(-1)
-    keep &= probs.cumsum(-1) - probs < column([p.top_p for p in params])
+    keep &= probs.cumsum(-1) - probs < column([p.top_p if p.top_p < 1 else math.inf for p in params])
     keep &= probs >= probs[:, :1] * column([p.min_p for p in params])
     keep[:, 0] = True
     return torch.full_like(logits, -math.inf).scatter_(-1, order, ordered.masked_fill(~keep, -math.inf))

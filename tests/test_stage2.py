@@ -328,11 +328,11 @@ def test_a_sampled_token_does_not_depend_on_the_batch():
 # --- batches ----------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_puts_decodes_first_and_knows_who_is_sampled():
+def test_a_batch_puts_decodes_first_the_longest_at_the_head_and_knows_who_is_sampled():
     reqs = [make_req(SamplingParams(), prompt=range(n), uid=n) for n in (6, 4, 1, 9)]
     reqs[1].cached_len = 3
     reqs[3].cached_len = 2
-    batch = Batch([(reqs[0], 6), (reqs[1], 1), (reqs[2], 1), (reqs[3], 4)])
+    batch = Batch([(reqs[0], 6), (reqs[2], 1), (reqs[1], 1), (reqs[3], 4)])
     batch.prepare(CPU)
     assert [req.uid for req in batch.reqs] == [4, 1, 6, 9]
     assert batch.num_decode == 2
