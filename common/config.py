@@ -132,8 +132,22 @@ class EngineConfig:
 
 # What fits a laptop, and what fills a GPU.
 DEVICE_DEFAULTS = {
-    "cpu": {"max_model_len": 2048, "max_running": 16, "max_batch_tokens": 512, "page_size": 16, "kv_tokens": 16384, "graph": False},
-    "cuda": {"max_model_len": None, "max_running": 256, "max_batch_tokens": 8192, "page_size": 1, "kv_tokens": None, "graph": True},
+    "cpu": {
+        "max_model_len": 2048,
+        "max_running": 16,
+        "max_batch_tokens": 512,
+        "page_size": 16,
+        "kv_tokens": 16384,
+        "graph": False,
+    },
+    "cuda": {
+        "max_model_len": None,
+        "max_running": 256,
+        "max_batch_tokens": 8192,
+        "page_size": 1,
+        "kv_tokens": None,
+        "graph": True,
+    },
 }
 
 

@@ -59,4 +59,6 @@ class SlotAttention:
     def decode(self, layer: int, q: Tensor, seqlens: Tensor, **blocks: Tensor) -> Tensor:
         """One query a request, q [B, Hq, D], against what the pool holds of it."""
         k, v = (t[layer].view(-1, self.block_size, *t[layer].shape[1:]) for t in (self.pool.k, self.pool.v))
-        return self.kernels.flash_attn_with_kvcache(q[:, None], k, v, cache_seqlens=seqlens, causal=True, **blocks)[:, 0]
+        return self.kernels.flash_attn_with_kvcache(q[:, None], k, v, cache_seqlens=seqlens, causal=True, **blocks)[
+            :, 0
+        ]

@@ -7,7 +7,6 @@ from common.device import upload
 from stage2_req.req import Batch, Req
 from stage5_paged.page_allocator import PageAllocator
 
-
 RESERVE = 16  # tokens of head-room that admission leaves to each running request
 
 

@@ -1,6 +1,6 @@
 """The `offline` workload: 256 prompts at once, 142,827 tokens in, 133,966 out; output tokens a second.
 
-    python stage6_cudagraph/bench_offline.py --model dummy:qwen3-0.6b --max-model-len 4096
+python stage6_cudagraph/bench_offline.py --model dummy:qwen3-0.6b --max-model-len 4096
 """
 
 import sys

@@ -26,7 +26,6 @@ if INTERPRET:  # this Triton's interpreter takes int() of arrays of one element,
     interpreter._patch_lang_tensor = patch_index
 
 from common.kernels import ops, portable, triton_decode, triton_ops, triton_sample
-from stage2_req.sampling import gumbel
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu"] if INTERPRET else [pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
@@ -199,23 +198,18 @@ def test_store_kv(heads_kv, dim, device):
     assert torch.equal(pools, want)
 
 
-def row_keys(seeds, positions, device):
-    """The keys that `gumbel` mixes on the host, as two int64 tensors of 32-bit halves."""
-    keys = []
-    for seed, position in zip(seeds, positions, strict=True):
-        key = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03) % 2**64
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            key = (key ^ key >> shift) * factor % 2**64
-        keys.append(key ^ key >> 31)
-    return (torch.tensor(half, device=device) for half in ([k % 2**32 for k in keys], [k >> 32 for k in keys]))
+def row_keys(rows, device):
+    """Keys as `noise_keys` gives them: two int64 tensors [rows] of 32-bit halves."""
+    halves = np.random.default_rng(rows).integers(2**32, size=(2, rows))
+    halves[:, 0] = (0, 2**32 - 1)
+    return torch.from_numpy(halves).to(device)
 
 
 @everywhere
 def test_noise_is_that_of_the_plain_sampler(device):
     """Seen through equal logits: the winner is the largest noise, block by block."""
-    seeds, positions = [0, 1, 2**64 - 1, 12345] * 5, range(20)
-    low, high = row_keys(seeds, positions, device)
-    noise = gumbel(seeds, positions, 1500, torch.device(device))
+    low, high = row_keys(20, device)
+    noise = ops.gumbel(1500, low, high)
     ones = torch.ones(20, device=device)
     for vocab in (1, 2, 100, 1024, 1500):
         got = triton_sample.gumbel_argmax(torch.zeros(20, vocab, device=device), ones, low, high)
@@ -225,13 +219,10 @@ def test_noise_is_that_of_the_plain_sampler(device):
 @everywhere
 @pytest.mark.parametrize("rows, vocab", [(1, 9000), (4, 5000), (17, 1000), (20, 12000)])
 def test_draws_and_greedy_rows(rows, vocab, device):
-    seeds, positions = list(range(rows)), [7 * i for i in range(rows)]
-    low, high = row_keys(seeds, positions, device)
     inv = torch.tensor([(1.0, 0.0, 2.5, 0.3)[i % 4] for i in range(rows)], device=device)
-    logits = 4 * random(rows, vocab, device=device)
-    scores = logits.float() * torch.where(inv > 0, inv, 1)[:, None]
-    scores += gumbel(seeds, positions, vocab, torch.device(device)) * (inv > 0)[:, None]
-    assert torch.equal(triton_sample.gumbel_argmax(logits, inv, low, high), scores.argmax(-1))
+    for scale in (0.3, 4.0):  # many candidates, or few: blocks with one need no logarithm
+        inputs = scale * random(rows, vocab, device=device), inv, *row_keys(rows, device)
+        assert torch.equal(triton_sample.gumbel_argmax(*inputs), ops.gumbel_argmax(*inputs))
 
 
 @everywhere
@@ -242,3 +233,12 @@ def test_of_equal_logits_the_first_wins(device):
     zeros = torch.zeros(3, dtype=torch.int64, device=device)
     got = triton_sample.gumbel_argmax(logits, zeros.float(), zeros, zeros)
     assert got.tolist() == [0, 4097, 0]
+
+
+@everywhere
+def test_a_draw_among_few_tokens_that_are_left(device):
+    logits = torch.full((20, 9000), -torch.inf, device=device)
+    logits[:, [17, 5000, 8999]] = torch.tensor([0.5, -1.0, 0.0], device=device)
+    ones = torch.ones(20, device=device)
+    inputs = logits, ones, *row_keys(20, device)
+    assert torch.equal(triton_sample.gumbel_argmax(*inputs), ops.gumbel_argmax(*inputs))

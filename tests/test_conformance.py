@@ -4,7 +4,9 @@ A stage joins by a line in ENGINES. Its engine is driven through add, step, abor
 checked after every step, and every request must end with the reason that the rules give.
 """
 
+import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,12 +17,35 @@ from stage1_naive.generate import generate
 from stage2_req import build as stage2
 from stage2_req.sampling import SamplingParams
 from stage3_kvcache import build as stage3
+from stage4_batch import build as stage4
+from stage5_paged import build as stage5
 from tests.conftest import CHECKPOINTS, MAX_POSITION, copy_with_eos, reference
+
+
+def retracting(engine, every: int = 3):
+    """Make the youngest running request give way before every third step, however much memory there is."""
+    schedule, steps = engine.scheduler.schedule, itertools.count(1)
+
+    def retract_and_schedule():
+        if next(steps) % every == 0 and engine.scheduler.running:
+            engine.scheduler.retract()
+        return schedule()
+
+    engine.scheduler.schedule = retract_and_schedule
+    return engine
+
 
 # id -> builder(EngineConfig) -> Engine
 ENGINES = {
     "stage2": stage2.build_engine,
     "stage3": stage3.build_engine,
+    "stage4": stage4.build_engine,
+    "stage4-chunk7": lambda config: stage4.build_engine(replace(config, max_batch_tokens=7, max_running=3)),
+    "stage5-page1": lambda config: stage5.build_engine(replace(config, page_size=1)),
+    "stage5-page4-tight": lambda config: stage5.build_engine(
+        replace(config, page_size=4, max_batch_tokens=64, kv_tokens=MAX_POSITION)
+    ),
+    "stage5-page64-retracting": lambda config: retracting(stage5.build_engine(replace(config, page_size=64))),
 }
 # prompt length -> tokens asked for; the longest ones fill the model to its last position
 LENGTHS = {1: 20, 2: 1, 7: 12, 33: 24, 64: 2, 100: 7, MAX_POSITION - 12: 12, MAX_POSITION - 1: 2}

@@ -13,11 +13,11 @@ depends on the number of rows, never on timing.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_ROWS = 256
 MAX_TILES = 4096  # counters, one for each tile whose K is split
@@ -36,17 +36,20 @@ class Config(NamedTuple):
 
 
 def launch(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor, pdl: bool, prefetch: bool = True
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor, pdl: bool, prefetch: int = 1, tma: bool = False
 ) -> Tensor:
     """x [M, K] @ weight [N, K].T + bias [N] with these tiles; N and K are multiples of them."""
     (rows, depth), cols = x.shape, weight.shape[0]
     tiles = triton.cdiv(rows, config.rows) * (cols // config.cols)
     out = torch.empty((rows, cols), dtype=x.dtype, device=x.device)
     partial = out if config.splits == 1 else out.new_empty((config.splits, rows, cols), dtype=torch.float32)
+    boxes = (x, weight)
+    if tma:
+        boxes = (TensorDescriptor(t, t.shape, t.stride(), [n, config.step]) for t, n in ((x, config.rows), (weight, config.cols)))
     _linear[(tiles, config.splits)](
-        x, weight, bias, out, partial, counters, rows, cols, depth, x.stride(0),
+        *boxes, weight, bias, out, partial, counters, rows, cols, depth, x.stride(0),
         ROWS=config.rows, COLS=config.cols, STEP=config.step, SPLITS=config.splits, SWAP=config.swap,
-        PDL=pdl, PREFETCH=prefetch, num_warps=config.warps, num_stages=config.stages, **({"launch_pdl": True} if pdl else {}),
+        PDL=pdl, PREFETCH=prefetch, TMA=tma, num_warps=config.warps, num_stages=config.stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
 
@@ -65,23 +68,23 @@ def launch_row(
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, rows, cols, depth, x_row,
+    x_ptr, weight_box, weight_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, rows, cols, depth, x_row,
     ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, SWAP: tl.constexpr,
-    PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     blocks = tl.cdiv(rows, ROWS)
     tile, split = tl.program_id(0), tl.program_id(1)
     first_row, first_col = tile % blocks * ROWS, tile // blocks * COLS
-    share = depth // SPLITS
+    share = depth // (SPLITS * STEP) * STEP  # in a form that shows how well aligned it is
     start = split * share
     if PDL:
-        if PREFETCH:
+        if PREFETCH > 0 and tile % blocks == 0:
             lines: tl.constexpr = STEP // 64  # of 128 bytes, in a row of a step
             line = tl.arange(0, COLS * lines)
             address = weight_ptr + (first_col + line // lines) * depth + start + line % lines * 64
-            for k in range(0, share, STEP):
+            for k in range(0, min(share, PREFETCH * STEP), STEP):
                 _prefetch(address + k)
         gdc_wait()
 
@@ -94,13 +97,18 @@ def _linear(
         row, col = first_row + tl.arange(0, ROWS)[:, None], first_col + tl.arange(0, COLS)[None, :]
         x_at, weight_at = step[None, :], step[:, None]
         total = tl.zeros((ROWS, COLS), tl.float32)
-    x_at = x_ptr + tl.where(row < rows, row, 0) * x_row + start + x_at  # rows too many: any that exists will do
-    weight_at = weight_ptr + col * depth + start + weight_at
-    for _ in range(0, share, STEP):
-        x, weight = tl.load(x_at), tl.load(weight_at)
-        total = tl.dot(weight, x, total) if SWAP else tl.dot(x, weight, total)
-        x_at += STEP
-        weight_at += STEP
+    if TMA:
+        for k in range(start, start + share, STEP):
+            x, weight = x_ptr.load([first_row, k]), weight_box.load([first_col, k])
+            total = tl.dot(weight, x.T, total) if SWAP else tl.dot(x, weight.T, total)
+    else:
+        x_at = x_ptr + tl.where(row < rows, row, 0) * x_row + start + x_at  # rows too many: any that exists will do
+        weight_at = weight_ptr + col * depth + start + weight_at
+        for _ in range(0, share, STEP):
+            x, weight = tl.load(x_at), tl.load(weight_at)
+            total = tl.dot(weight, x, total) if SWAP else tl.dot(x, weight, total)
+            x_at += STEP
+            weight_at += STEP
 
     mask, at = row < rows, row * cols + col
     last = True
