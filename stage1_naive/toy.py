@@ -90,7 +90,6 @@ def closed_form(new: int, past: int) -> Flops:
 
 def count_generation(prompt_len: int, new_tokens: int, cached: bool) -> Flops:
     """FLOPs of a whole generation, by the closed form (a test holds it against the counter)."""
-    steps = [closed_form(prompt_len, 0)]
-    for k in range(1, new_tokens):
-        steps.append(closed_form(1, prompt_len + k - 1) if cached else closed_form(prompt_len + k, 0))
+    lengths = range(prompt_len + 1, prompt_len + new_tokens)  # of the text after the first new token, the second, …
+    steps = [closed_form(prompt_len, 0), *(closed_form(1, n - 1) if cached else closed_form(n, 0) for n in lengths)]
     return Flops(sum(s.projections for s in steps), sum(s.attention for s in steps))

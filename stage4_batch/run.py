@@ -19,7 +19,7 @@ STREAMS, CHUNK = 8, 128
 
 
 def main() -> None:
-    parser = cli.parser(__doc__)
+    parser = cli.parser(__doc__, flags=("model", "device", "dtype", "attn", "seed", "save"))
     parser.add_argument(
         "--long-prompt", type=int, default=2000, help="tokens of the prompt that arrives (default: %(default)s)"
     )

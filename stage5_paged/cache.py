@@ -18,6 +18,7 @@ class PagedCacheManager:
 
     def __init__(self, num_pages: int, page_size: int, max_running: int, max_len: int, device: torch.device):
         self.page_size, self.max_len, self.device = page_size, min(max_len, num_pages * page_size), device
+        self.reserve = RESERVE
         self.allocator = PageAllocator(num_pages)
         self.table = np.zeros((max_running, self.pages_for(self.max_len)), dtype=np.int32)
         self.page_table = torch.zeros(self.table.shape, dtype=torch.int32, device=device)
@@ -41,7 +42,7 @@ class PagedCacheManager:
 
         What the request may generate later is not reserved: if pages run out then, somebody is retracted.
         """
-        head_room = len(self.rows) * self.pages_for(RESERVE)
+        head_room = len(self.rows) * self.pages_for(self.reserve)
         if not self.free_rows or self.pages_for(req.device_len) + head_room > self.available():
             return False
         self.rows[req.uid], req.cached_len = self.free_rows.pop(), 0

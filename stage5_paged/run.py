@@ -1,7 +1,9 @@
 """Stage 5: the same memory holds more requests in pages than in slots; and when it runs out, nobody's text suffers."""
 
 import sys
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -9,19 +11,18 @@ import numpy as np
 
 from common import cli, report, workload
 from common.checkpoint import load_tokenizer
+from common.config import EngineConfig
 from stage2_req.engine import Engine
 from stage2_req.sampling import SamplingParams
 from stage4_batch.build import build_engine as build_slots
 from stage5_paged.build import build_engine
 
-MEMORY, LONGEST = 4096, 512  # rows of the pool; tokens that a request may have
-PAGE_SIZES = (1, 16, 64, 256)
+MEMORY, LONGEST, REQUESTS = 4096, 512, 96  # rows of the pool; tokens that a request may have; how many there are
+PAGE_SIZES, RESERVES = (1, 16, 64, 256), (1, 16, 32)
 
 
 def main() -> None:
-    args = cli.parser(
-        __doc__, "max_running", "max_batch_tokens", "page_size", "kv_tokens", "memory_fraction"
-    ).parse_args()
+    args = cli.parser(__doc__, flags=("model", "device", "dtype", "attn", "seed", "save")).parse_args()
     data = {"memory": memory(args), "retraction": retraction(args)}
     if args.save:
         report.save(__file__, "", args, data)
@@ -30,30 +31,48 @@ def main() -> None:
 
 def memory(args) -> dict:
     """Bookkeeping does not depend on the model, so a tiny one with random weights serves to watch it."""
-    report.heading(f"128 requests, {MEMORY:,} rows of memory, at most {LONGEST} tokens a request")
-    config = cli.config(
-        args, model="dummy:tiny", dtype="float32", device="cpu", max_model_len=LONGEST, max_batch_tokens=512
-    )
-    engines = {"slots": build_slots(cli.config(args, **vars(config) | {"max_running": MEMORY // LONGEST}))}
+    report.heading(f"{REQUESTS} requests, {MEMORY:,} rows of memory, at most {LONGEST} tokens a request")
+    tiny = {
+        "model": "dummy:tiny",
+        "dtype": "float32",
+        "device": "cpu",
+        "max_model_len": LONGEST,
+        "max_batch_tokens": 512,
+    }
+    rows, curves, head_room = [], {}, []
+    engines = {"slots": lambda: build_slots(EngineConfig(**tiny, max_running=MEMORY // LONGEST))}
     for size in PAGE_SIZES:
-        engines[f"pages of {size}"] = build_engine(
-            cli.config(args, **vars(config) | {"page_size": size, "kv_tokens": MEMORY, "max_running": 128})
-        )
-    rows, curves = [], {}
-    for name, engine in engines.items():
-        running, waste, steps = watch(engine)
-        curves[name] = running
-        retracted = getattr(engine.scheduler, "num_retracted", 0)
-        rows.append([name, max(running), round(float(np.mean(running)), 1), round(100 * waste, 1), retracted, steps])
+        paged = EngineConfig(**tiny, page_size=size, kv_tokens=MEMORY, max_running=REQUESTS)
+        engines[f"pages of {size}"] = partial(build_engine, paged)
+    for name, build in engines.items():
+        seen = watch(build())
+        curves[name] = seen.running
+        mean = round(float(np.mean(seen.running)), 1)
+        rows.append([name, max(seen.running), mean, round(100 * seen.waste, 1), seen.retracted, len(seen.running)])
     report.table(
         "", ["memory in", "most at once", "mean at once", "rows held in vain, %", "retractions", "steps"], rows
     )
-    return {"rows": rows, "running": curves}
+    for reserve in RESERVES:
+        engine = engines["pages of 1"]()
+        engine.cache.reserve = reserve
+        seen = watch(engine)
+        head_room.append([reserve, seen.retracted, round(100 * seen.excess, 1), len(seen.running)])
+    columns = ["tokens a running request", "retractions", "positions computed twice, %", "steps"]
+    report.table("Head-room that admission leaves, pages of 1", columns, head_room)
+    return {"rows": rows, "head_room": head_room, "running": curves}
 
 
-def watch(engine: Engine) -> tuple[list[int], float, int]:
-    """Run the scaled offline workload; requests running at each step, mean share of held rows without a token."""
-    for item in workload.offline(scale=0.25, vocab_size=engine.model.vocab_size)[:128]:
+class Seen(NamedTuple):
+    running: list[int]  # requests, at each step
+    waste: float  # share of held rows without a token
+    retracted: int
+    excess: float  # positions computed beyond what would have done
+
+
+def watch(engine: Engine) -> Seen:
+    """Run the scaled offline workload."""
+    items = workload.offline(scale=0.25, vocab_size=engine.model.vocab_size)[:REQUESTS]
+    for item in items:
         engine.add(item.prompt_ids, SamplingParams(max_tokens=item.max_tokens, ignore_eos=True))
     running, used, held = [], [], []
     while engine.has_work():
@@ -62,7 +81,9 @@ def watch(engine: Engine) -> tuple[list[int], float, int]:
             running.append(len(reqs))
             used.append(sum(req.cached_len for req in reqs))
             held.append(engine.cache.usage() * MEMORY)
-    return running, 1 - sum(used) / sum(held), len(running)
+    needed = sum(len(item.prompt_ids) + item.max_tokens - 1 for item in items)
+    retracted = getattr(engine.scheduler, "num_retracted", 0)
+    return Seen(running, 1 - sum(used) / sum(held), retracted, engine.stats().computed_tokens / needed - 1)
 
 
 def retraction(args) -> dict:

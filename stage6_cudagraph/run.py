@@ -87,8 +87,7 @@ def measure(args) -> list:
     rows = []
     for way, changes in WAYS.items():
         engine = build_engine(cli.config(args, max_model_len=CONTEXT + 512, **changes))
-        for batch in BATCHES:
-            rows.append([batch, way, *time_decode(engine, batch)])
+        rows += [[batch, way, *time_decode(engine, batch)] for batch in BATCHES]
         del engine
         gc.collect()
         torch.cuda.empty_cache()

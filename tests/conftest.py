@@ -8,6 +8,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import functools
 import json
 import shutil
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,6 +121,20 @@ def tiny_checkpoint(tmp_path_factory):
 def default_model() -> Path:
     """The default model's folder, fetched if it is not here yet."""
     return fetch_default()
+
+
+@pytest.fixture(autouse=True)
+def no_test_hangs():
+    """An engine that can't go on would be stepped for ever: after five minutes a test fails."""
+
+    def give_up(*_):
+        raise TimeoutError("the test ran for five minutes")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(300)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def pytest_collection_modifyitems(items):

@@ -1,5 +1,5 @@
-"""Stage 4: the same text whatever the budget, the number of slots and the order of arrival; a long prompt delays nobody's
-next token and a crowd of short ones does not starve it; slots are handed on clean; an abort hurts nobody else.
+"""Stage 4: the same text whatever the budget, the number of slots and the order of arrival; a long prompt delays
+nobody's next token and a crowd of short ones does not starve it; slots are handed on clean; an abort hurts nobody else.
 """
 
 import random
@@ -49,7 +49,7 @@ def steps_of(engine) -> list[list]:
 
 
 def run_at_random(engine, checkpoint, seed: int, rounds: int = 1) -> dict[int, tuple]:
-    """Add the jobs in random order while the engine runs; uid -> (prompt, n, outputs). Every step must compute something."""
+    """Add the jobs in random order while the engine runs; uid -> (prompt, n, outputs). Every step computes something."""
     draw, served = random.Random(seed), {}
     todo = draw.sample([*JOBS] * rounds, len(JOBS) * rounds)
     while todo or engine.has_work():
@@ -98,7 +98,7 @@ def test_equal_prompts_at_once(build, llama, budget):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_the_shortest_answers(build, llama, tmp_path, budget):
-    """One token asked for, the eos at once, a prompt that fills max_model_len: one token each, and the slot is free again."""
+    """One token asked for, the eos at once, a prompt that fills max_model_len: one token each, and the slot is free."""
     prompt, other = llama.prompt(9), llama.prompt(30)
     eos = reference(llama, prompt, 1)[0]
     text = reference(llama, other, 40)
@@ -246,7 +246,7 @@ def test_abort_in_any_state_hurts_nobody_else(crowd, victims):
 
 
 def test_abort_while_the_step_is_under_way(build, llama):
-    """Between launch and collect: the token is dropped, also where it would have been the last, and the slot is free."""
+    """Between launch and collect: the token is dropped, even if it would have been the last, and the slot is free."""
     engine = build()
     prompts = [llama.prompt(n) for n in (5, 6, 7)]
     last, going, other = (engine.add(prompt, greedy(n)) for prompt, n in zip(prompts, (2, 9, 4), strict=True))

@@ -1,4 +1,4 @@
-"""Stage 5: no page is ever handed out twice, a request holds what it needs and no more, the text does not depend on the page
+"""Stage 5: no page is handed out twice, a request holds what it needs and no more, the text does not depend on the page
 size, and whoever is retracted goes on to exactly the same text; what can't be served is refused in words.
 """
 
@@ -254,7 +254,7 @@ def test_the_integrity_check_sees(damage):
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_every_position_has_a_pool_row_of_its_own(build, llama, page_size):
-    """What attention looks up: the rows of all cached positions of all requests, no row twice, and none changes later."""
+    """What attention looks up: the rows of all cached positions of all requests. None twice, and none changes."""
     engine = build(page_size, kv_tokens=96, max_batch_tokens=9)
     attention = engine.runner.runner.attention
     uids = [engine.add(llama.prompt(n), greedy(12)) for n in (20, 7, 3)]
@@ -304,7 +304,7 @@ def steps_of(engine) -> list[list]:
 
 
 def starts_of(engine) -> list[int]:
-    """The uid of everyone who began at its first position, in the order of the steps; a retracted one is there again."""
+    """The uid of everyone who began at the first position, in the order of the steps; a retracted one comes again."""
     return [row.uid for row in engine.runner.rows if row.cached_len == 0]
 
 
@@ -339,8 +339,8 @@ def test_who_gives_way_and_when(build, llama):
 @pytest.mark.parametrize("budget", [1, 9, 512])
 @pytest.mark.parametrize(("page_size", "kv_tokens"), [(1, 50), (3, 60), (4, 64), (16, 112)])
 def test_the_oldest_go_on_and_the_text_is_the_same(build, llama, page_size, kv_tokens, budget):
-    """In every step those who compute are the oldest that have not ended: the victim is the youngest, goes to the head of
-    the queue, and is overtaken by nobody.
+    """In every step those who compute are the oldest that have not ended: the victim is the youngest, goes to the head
+    of the queue, and is overtaken by nobody.
     """
     engine = build(page_size, kv_tokens, max_batch_tokens=budget)
     jobs = [(1, 40), (5, 30), (2, 24), (9, 38), (1, 30), (17, 25), (4, 36), (16, 8), (3, 40)]
@@ -527,7 +527,7 @@ def test_abort_of_a_half_prefilled_request(build, llama):
 
 
 def test_abort_while_the_step_is_under_way(build, llama):
-    """Between launch and collect: the token is dropped, also where it would have been the last, and the pages are free."""
+    """Between launch and collect: the token is dropped, even if it would have been the last, and the pages are free."""
     engine = build(page_size=4, kv_tokens=96)
     poison_freed_pages(engine)
     last, going, other = (engine.add(llama.prompt(n), greedy(k)) for n, k in ((5, 2), (6, 9), (7, 8)))

@@ -1,4 +1,4 @@
-"""Stages 4 and 5 under random histories of add, abort and step on tiny pools, against Hugging Face's and stage 2's texts.
+"""Stages 4 and 5 under random histories of add, abort and step, against Hugging Face's and stage 2's texts.
 
 After every step memory is in order; a step with work computes something; nobody speaks after the end; and in the end
 every request has exactly its text and its reason, and no page or slot is held. The pools are so small that requests are
@@ -105,7 +105,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.live and 4 * [*self.reasons.values()].count("abort") < len(self.texts))
     @rule(choice=st.integers(0, 30), under_way=st.booleans())
     def abort(self, choice, under_way):
-        """Between two steps, or while one is under way: it may be the very step in which the request would have ended."""
+        """Between two steps, or during one: it may be the very step in which the request would have ended."""
         outputs, uid = [], self.live[choice % len(self.live)]
         self.reasons[uid] = "abort"
         if under_way:

@@ -36,7 +36,14 @@ class Config(NamedTuple):
 
 
 def launch(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor, pdl: bool, prefetch: int = 1, tma: bool = False
+    config: Config,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    counters: Tensor,
+    pdl: bool,
+    prefetch: int = 1,
+    tma: bool = False,
 ) -> Tensor:
     """x [M, K] @ weight [N, K].T + bias [N] with these tiles; N and K are multiples of them."""
     (rows, depth), cols = x.shape, weight.shape[0]
@@ -45,11 +52,14 @@ def launch(
     partial = out if config.splits == 1 else out.new_empty((config.splits, rows, cols), dtype=torch.float32)
     boxes = (x, weight)
     if tma:
-        boxes = (TensorDescriptor(t, t.shape, t.stride(), [n, config.step]) for t, n in ((x, config.rows), (weight, config.cols)))
+        boxes = (
+            TensorDescriptor(t, t.shape, t.stride(), [n, config.step])
+            for t, n in ((x, config.rows), (weight, config.cols))
+        )
     _linear[(tiles, config.splits)](
-        *boxes, weight, bias, out, partial, counters, rows, cols, depth, x.stride(0),
+        *boxes, weight, bias, out, partial, counters, rows, cols, depth, x.stride(0), prefetch,
         ROWS=config.rows, COLS=config.cols, STEP=config.step, SPLITS=config.splits, SWAP=config.swap,
-        PDL=pdl, PREFETCH=prefetch, TMA=tma, num_warps=config.warps, num_stages=config.stages, **({"launch_pdl": True} if pdl else {}),
+        PDL=pdl, TMA=tma, num_warps=config.warps, num_stages=config.stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
 
@@ -66,11 +76,11 @@ def launch_row(
     return out
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "prefetch"])
 def _linear(
-    x_ptr, weight_box, weight_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, rows, cols, depth, x_row,
+    x_ptr, weight_box, weight_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, rows, cols, depth, x_row, prefetch,
     ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, SWAP: tl.constexpr,
-    PDL: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -80,11 +90,11 @@ def _linear(
     share = depth // (SPLITS * STEP) * STEP  # in a form that shows how well aligned it is
     start = split * share
     if PDL:
-        if PREFETCH > 0 and tile % blocks == 0:
+        if tile % blocks == 0:
             lines: tl.constexpr = STEP // 64  # of 128 bytes, in a row of a step
             line = tl.arange(0, COLS * lines)
             address = weight_ptr + (first_col + line // lines) * depth + start + line % lines * 64
-            for k in range(0, min(share, PREFETCH * STEP), STEP):
+            for k in range(0, min(share, prefetch * STEP), STEP):
                 _prefetch(address + k)
         gdc_wait()
 
