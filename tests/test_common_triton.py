@@ -25,7 +25,7 @@ if INTERPRET:  # this Triton's interpreter takes int() of arrays of one element,
 
     interpreter._patch_lang_tensor = patch_index
 
-from common.kernels import ops, portable, triton_decode, triton_ops, triton_sample
+from common.kernels import ops, portable, triton_decode, triton_linear, triton_ops, triton_sample
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu"] if INTERPRET else [pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
@@ -196,6 +196,80 @@ def test_store_kv(heads_kv, dim, device):
     want[:, rows[rows >= 0]] = torch.stack((k, v))[:, rows >= 0]
     triton_ops.store_kv(*pools, rows, k, v)
     assert torch.equal(pools, want)
+
+
+TILES = [
+    triton_linear.Config(16, 32, 64, 1),
+    triton_linear.Config(32, 32, 64, 4, swap=True),
+    triton_linear.Config(64, 64, 128, 2),
+]
+
+
+@everywhere
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize("rows", [1, 16, 70])
+def test_linear(rows, tiles, device):
+    x, weight = random(rows, 512, device=device), random(128, 512, device=device, seed=1)
+    bias, counters = random(128, device=device, seed=2), torch.zeros(16, dtype=torch.int32, device=device)
+    wait_for(device)
+    for b in (bias, None, bias):
+        got = triton_linear.launch(tiles, x, weight, b, counters, pdl=device == "cuda")
+        close(got, linear_reference(x, weight, b), device)
+        assert not counters.any()  # ready for the next call
+
+
+@everywhere
+@pytest.mark.parametrize("depth", [1024, 2048, 3072])
+def test_linear_of_one_row(depth, device):
+    x, weight, bias = (random(*s, device=device, seed=len(s)) for s in ((1, depth), (24, depth), (24,)))
+    wait_for(device)
+    for b in (bias, None):
+        close(triton_linear.launch_row(x, weight, b, device == "cuda"), linear_reference(x, weight, b), device)
+
+
+def wait_for(device):
+    """Weights have to be there before the kernel that is launched ahead of a linear."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def linear_reference(x, weight, bias):
+    return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+@pytest.mark.gpu
+@NO_GPU
+@pytest.mark.parametrize("rows", [1, 2, 8, 17, 64, 100, 128, 136, 256, 300])
+def test_linears_of_a_model_in_a_graph(rows):
+    """Of Qwen3-0.6B and Llama-3-8B, and of no model: whatever tiles are chosen, the product is right at every replay."""
+    from torch import nn
+
+    shapes = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (4096, 4096), (4096, 14336), (96, 1024), (90, 64)]
+    model = nn.ModuleList(nn.Linear(k, n, bias=n < k, device="cuda", dtype=torch.bfloat16) for n, k in shapes)
+    weights = [m.weight for m in model]
+    triton_linear.speed_up_linears(model)
+    assert all(m.weight is w for m, w in zip(model, weights, strict=True))
+    inputs = [random(rows, k, device="cuda") for _, k in shapes]
+    with torch.inference_mode():
+        want = [linear_reference(x, m.weight, m.bias) for x, m in zip(inputs, model, strict=True)]
+        torch.cuda.synchronize()
+        first = [m(x) for m, x in zip(model, inputs, strict=True)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = [m(x) for m, x in zip(model, inputs, strict=True)]
+        for _ in range(3):
+            for y in got:
+                y.fill_(torch.nan)
+            graph.replay()
+            for y, f, w in zip(got, first, want, strict=True):
+                close(y, w, "cuda")
+                assert torch.equal(y, f)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="on a GPU the tests above show it")
+def test_linear_elsewhere_is_that_of_pytorch():
+    x, weight = random(3, 1024, device="cpu"), random(64, 1024, device="cpu", seed=1)
+    assert torch.equal(triton_linear.linear(x, weight), torch.nn.functional.linear(x, weight))
 
 
 def row_keys(rows, device):

@@ -19,6 +19,7 @@ from stage2_req.sampling import SamplingParams
 from stage3_kvcache import build as stage3
 from stage4_batch import build as stage4
 from stage5_paged import build as stage5
+from stage6_cudagraph import build as stage6
 from tests.conftest import CHECKPOINTS, MAX_POSITION, copy_with_eos, reference
 
 
@@ -46,6 +47,10 @@ ENGINES = {
         replace(config, page_size=4, max_batch_tokens=64, kv_tokens=MAX_POSITION)
     ),
     "stage5-page64-retracting": lambda config: retracting(stage5.build_engine(replace(config, page_size=64))),
+    "stage6-overlap": lambda config: stage6.build_engine(replace(config, page_size=1)),
+    "stage6-graph-chunk7": lambda config: stage6.build_engine(
+        replace(config, graph=True, max_batch_tokens=7, max_running=3, kv_tokens=MAX_POSITION)
+    ),
 }
 # prompt length -> tokens asked for; the longest ones fill the model to its last position
 LENGTHS = {1: 20, 2: 1, 7: 12, 33: 24, 64: 2, 100: 7, MAX_POSITION - 12: 12, MAX_POSITION - 1: 2}

@@ -55,14 +55,14 @@ def forbidden_imports(path: str, source: str) -> list[str]:
 
 
 def stage_flags(source: str) -> list[str]:
-    """Identifiers that speak of stages (not Triton's num_stages), and strings, other than docstrings, that name one."""
+    """Identifiers that name a stage or ask for one (Triton's num_stages don't), and strings, other than docstrings, that name one."""
     found, tree = [], ast.parse(source)
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         found += [
             value
             for field in ("id", "attr", "arg", "name")
-            if isinstance(value := getattr(node, field, None), str) and "stage" in value and value != "num_stages"
+            if isinstance(value := getattr(node, field, None), str) and re.search(r"stage(_?\d|$)", value)
         ]
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
             found += re.findall(r"\bstage_?\d\w*", node.value)

@@ -76,7 +76,8 @@ def test_a_value_out_of_range_is_refused_by_name(field, values):
 @pytest.mark.parametrize("params", [
     {"temperature": 0}, {"temperature": 5.0}, {"top_k": -1}, {"top_k": 0}, {"top_k": 10**9}, {"top_p": 1},
     {"top_p": 1e-9}, {"min_p": 0}, {"min_p": 1}, {"presence_penalty": -2}, {"frequency_penalty": 2}, {"max_tokens": 1},
-    {"logprobs": 0}, {"logprobs": 20}, {"logit_bias": {0: 100, 1: -100}}, {"seed": -1}, {"seed": 2**64}, {"stop_token_ids": [1, 2]},
+    {"logprobs": 0}, {"logprobs": 20}, {"logit_bias": {0: 100, 1: -100}}, {"seed": -1}, {"seed": 2**64},
+    {"stop_token_ids": [1, 2]},
 ])  # fmt: skip
 def test_a_value_at_the_edge_is_taken_and_works(params):
     (token,) = sample(LOGITS, SamplingParams(**{"temperature": 1.0} | params), seeds=[params.get("seed", 0)])

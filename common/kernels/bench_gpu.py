@@ -13,14 +13,16 @@ from functools import partial
 from itertools import cycle, islice, pairwise, product
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from common.kernels import ops, triton_decode, triton_ops, triton_sample
+from common.kernels import ops, triton_decode, triton_linear, triton_ops, triton_sample
 
 SPAN = 2**28  # bytes that the inputs of one measurement span at least: 4 or 5 times the L2 cache of an H200
 BATCHES, CONTEXTS, HEADS, HEADS_KV, DIM = (1, 16, 64, 256), (512, 2048, 8192), (16, 32), 8, 128
 SHAPES = ((1024, 3072, 16), (4096, 14336, 32))  # hidden size, intermediate size, query heads: Qwen3-0.6B, Llama-3-8B
+ROWS = (1, 8, 64, 128, 256)  # of a linear layer's input
 TOKENS, VOCAB, DTYPE = (1, 256, 8192), 151936, torch.bfloat16
 
 
@@ -150,6 +152,30 @@ def sampler_rows() -> Iterator[dict]:
         yield row("gumbel_argmax", f"{batch} x {VOCAB}, temperature {heat}", moved, calls, compared)
 
 
+def linear_rows() -> Iterator[dict]:
+    """Each call has a weight of its own, as a model's layers do; beside it cuBLAS."""
+    counters = torch.zeros(triton_linear.MAX_COUNTERS, dtype=torch.int32, device="cuda")
+    for (hidden, inner, heads), rows in product(SHAPES, ROWS):
+        shapes = {
+            "qkv": ((heads + 2 * HEADS_KV) * DIM, hidden),
+            "o": (hidden, heads * DIM),
+            "gate_up": (2 * inner, hidden),
+            "down": (hidden, inner),
+        }
+        for name, (size, depth) in shapes.items():
+            moved = (size * depth + rows * (size + depth)) * DTYPE.itemsize
+            x = torch.randn(rows, depth, dtype=DTYPE, device="cuda")
+            weights = [torch.randn(size, depth, dtype=DTYPE, device="cuda") for _ in copies(moved)]
+            calls = [partial(triton_linear.linear, x, weight, counters=counters) for weight in weights]
+            yield row(
+                f"linear {name}",
+                f"{rows} x {depth} -> {size}",
+                moved,
+                calls,
+                [partial(F.linear, x, w) for w in weights],
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write the measurements to this file")
@@ -158,13 +184,15 @@ def main() -> None:
         parser.error("there is nothing to measure without a CUDA device")
     peak = peak_bandwidth()
     torch.cuda.empty_cache()
-    rows = [*decode_rows(), *op_rows(), *sampler_rows()]
+    rows = [*decode_rows(), *op_rows(), *linear_rows(), *sampler_rows()]
     if args.json:
         versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
         record = {"device": torch.cuda.get_device_name(), "versions": versions, "peak_bytes_per_s": peak, "rows": rows}
         with open(args.json, "w") as file:
             json.dump(record, file, indent=1)
-    print(f"{torch.cuda.get_device_name()}: {peak / 1e9:,.0f} GB/s. plain: ops.py, or argmax beside the sampler")
+    print(
+        f"{torch.cuda.get_device_name()}: {peak / 1e9:,.0f} GB/s. plain: ops.py, cuBLAS, or argmax beside the sampler"
+    )
     print(f"{'what':<26}{'size':<36}{'us':>9}{'GB/s':>8}{'share':>7}{'plain us':>10}")
     for line in rows:
         rate, plain = line["bytes_per_s"], f"{line['plain_us']:10.1f}" if "plain_us" in line else ""

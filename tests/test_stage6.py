@@ -1,0 +1,250 @@
+"""Graphs and overlap change when things happen, never what comes out: padding, static buffers, tokens read a step late.
+
+On the CPU the function that a graph would record is called instead: same buffers, same padding. The tests marked `gpu`
+record real graphs.
+"""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import EngineConfig
+from stage2_req.build import build_engine as build_stage2
+from stage2_req.sampling import SamplingParams
+from stage5_paged.build import build_engine as build_stage5
+from stage6_cudagraph.build import build_engine
+from stage6_cudagraph.graph_runner import graph_sizes
+
+CUDA = pytest.mark.gpu
+KINDS = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "seed": 5},
+    "penalties": {"temperature": 0.8, "seed": 6, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+    "logprobs": {"logprobs": 3},
+}
+LENGTHS, LONGEST = (1, 3, 8, 16, 17, 30), 24
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_checkpoint):
+    return tiny_checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def texts(llama):
+    """(prompt length, kind) -> what stage 2 says."""
+    engine, known = build_stage2(llama.config()), {}
+    for length in LENGTHS:
+        for kind, params in KINDS.items():
+            req = engine.generate([llama.prompt(length)], SamplingParams(max_tokens=LONGEST, **params))[0]
+            known[length, kind] = req.output_ids
+    return known
+
+
+def small(llama, **changes) -> EngineConfig:
+    defaults = {"page_size": 4, "kv_tokens": 72, "max_batch_tokens": 16, "max_running": 5, "max_model_len": 64}
+    return llama.config(**defaults | {"graph": True} | changes)
+
+
+def random_history(engine, llama, texts, rng: random.Random, requests: int) -> None:
+    """Random adds and aborts between steps; every request must say what stage 2 says, and nothing be left behind."""
+    live, said, ended = {}, {}, {}
+    while requests or engine.has_work():
+        if requests and rng.random() < 0.4:
+            requests -= 1
+            length, kind, n = rng.choice(LENGTHS), rng.choice([*KINDS]), rng.randint(1, LONGEST)
+            text = texts[length, kind]
+            stop = {text[rng.randrange(LONGEST)]} if rng.random() < 0.5 else set()
+            end = next((i + 1 for i, token in enumerate(text[:n]) if token in stop), n)
+            reason = "stop_token" if stop & set(text[:n]) else "max_tokens"
+            params = SamplingParams(max_tokens=n, stop_token_ids=stop, **KINDS[kind])
+            uid = engine.add(llama.prompt(length), params)
+            live[uid], said[uid] = (text[:end], reason), []
+        if (open_uids := [uid for uid in live if uid not in ended]) and rng.random() < 0.06:
+            uid = rng.choice(open_uids)
+            assert engine.abort(uid)
+            ended[uid] = "abort"
+        for output in engine.step():
+            assert output.uid not in ended
+            said[output.uid].append(output.token_id)
+            if output.finish_reason:
+                ended[output.uid] = output.finish_reason
+        engine.cache.check_integrity()
+    for uid, (text, reason) in live.items():
+        if ended[uid] == "abort":
+            assert said[uid] == text[: len(said[uid])]
+        else:
+            assert (said[uid], ended[uid]) == (text, reason)
+    assert engine.stats().usage == 0
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlap"])
+@pytest.mark.parametrize(("page_size", "budget"), [(1, 16), (4, 5), (16, 64)])
+def test_random_histories(llama, texts, graph, overlap, page_size, budget):
+    config = small(llama, graph=graph, overlap=overlap, page_size=page_size, max_batch_tokens=budget, kv_tokens=80)
+    retracted = 0
+    for seed in range(3):
+        engine = build_engine(config)
+        random_history(engine, llama, texts, random.Random(seed), 14)
+        retracted += engine.scheduler.num_retracted
+    assert retracted
+
+
+# --- the graph runner -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("largest", "sizes"), [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20])]
+)
+def test_sizes(largest, sizes):
+    assert graph_sizes(largest) == sizes
+
+
+def test_decodes_are_replayed_and_prompts_are_not(llama):
+    engine = build_engine(small(llama, overlap=False, kv_tokens=400))
+    engine.generate([llama.prompt(8)] * 3, SamplingParams(max_tokens=5))
+    assert engine.runner.num_replays == 4  # all but the two steps of the prompts, the second of which has chunks too
+    assert engine.stats().steps == 6
+
+
+def test_a_batch_beyond_the_largest_graph_runs_eagerly(llama):
+    engine = build_engine(small(llama, graph_max_batch=2, max_batch_tokens=64, overlap=False, kv_tokens=400))
+    texts = [req.output_ids for req in engine.generate([llama.prompt(8)] * 4, SamplingParams(max_tokens=5))]
+    assert engine.runner.num_replays == 0
+    assert texts == [texts[0]] * 4
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_padding_writes_beyond_all_pages_only(llama, page_size):
+    """Three requests run as four rows: rows of the pool that none of them holds must stay as they were."""
+    engine = build_engine(small(llama, page_size=page_size, kv_tokens=160))
+    pool, cache = engine.runner.eager.attention.pool, engine.cache
+    for layer in (*pool.k, *pool.v):
+        layer.fill_(7)
+    for length in (3, 8, 17):
+        engine.add(llama.prompt(length), SamplingParams(max_tokens=20))
+    held = set()
+    for _ in range(12):
+        engine.step()
+        pages = np.concatenate(cache.private_pages())
+        held |= {int(page) * page_size + i for page in pages for i in range(page_size)}
+    assert engine.runner.num_replays
+    free = [row for row in range(160) if row not in held]
+    assert all((layer[free] == 7).all() for layer in (*pool.k, *pool.v))
+
+
+# --- overlap ----------------------------------------------------------------------------------------------------
+
+
+def test_the_host_runs_one_step_ahead(llama):
+    engine = build_engine(small(llama))
+    engine.add(llama.prompt(3), SamplingParams(max_tokens=3))
+    outputs = [engine.step() for _ in range(4)]
+    assert [len(step) for step in outputs] == [0, 1, 1, 1]
+    assert not engine.has_work()
+
+
+def test_an_end_by_length_is_foreseen_and_computes_nothing_more(llama):
+    engine = build_engine(small(llama))
+    engine.generate([llama.prompt(3)], SamplingParams(max_tokens=3))
+    assert engine.stats().computed_tokens == 3 + 2
+
+
+def test_a_stray_token_after_an_unforeseen_end_is_dropped(llama, texts):
+    text = texts[8, "greedy"]
+    stop = text[4]
+    engine = build_engine(small(llama))
+    req = engine.generate([llama.prompt(8)], SamplingParams(max_tokens=LONGEST, stop_token_ids={stop}))[0]
+    assert req.output_ids == text[: text.index(stop) + 1]
+    assert req.finish_reason == "stop_token"
+    assert engine.stats().usage == 0
+
+
+def test_abort_of_a_request_in_flight(llama):
+    engine = build_engine(small(llama))
+    uid, other = (engine.add(llama.prompt(n), SamplingParams(max_tokens=6)) for n in (3, 8))
+    engine.step(), engine.step()
+    assert engine.abort(uid)
+    rest = [output.uid for _ in range(8) for output in engine.step()]
+    assert uid not in rest
+    assert rest.count(other) == 5
+    assert not engine.has_work()
+    assert engine.stats().usage == 0
+
+
+def test_penalties_see_the_whole_text(llama):
+    """The penalty on a token must hold in the very next step."""
+    params = SamplingParams(max_tokens=20, presence_penalty=2.0, frequency_penalty=2.0, logit_bias={3: 10.0})
+    want = build_stage2(llama.config()).generate([llama.prompt(8)], params)[0].output_ids
+    assert build_engine(small(llama)).generate([llama.prompt(8)], params)[0].output_ids == want
+    assert len(set(want)) > 1
+
+
+def test_logprobs_under_overlap(llama):
+    params = SamplingParams(max_tokens=6, logprobs=2, temperature=0.7, seed=3)
+    want, got = (build(small(llama)).generate([llama.prompt(8)], params)[0] for build in (build_stage5, build_engine))
+    assert [entry.top[0][0] for entry in got.logprobs] == [entry.top[0][0] for entry in want.logprobs]
+    assert [entry.chosen for entry in got.logprobs] == pytest.approx(
+        [entry.chosen for entry in want.logprobs], abs=1e-4
+    )
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------
+
+
+@CUDA
+@pytest.mark.parametrize("attn", ["portable", "triton"])
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+def test_gpu_graphs_and_overlap_say_what_stage_2_says(llama, texts, attn, page_size):
+    config = small(llama, device="cuda", attn=attn, page_size=page_size, kv_tokens=max(80, page_size), overlap=True)
+    for seed in range(2):
+        random_history(build_engine(config), llama, texts, random.Random(seed), 14)
+
+
+@CUDA
+def test_gpu_a_thousand_steps(llama, texts):
+    engine = build_engine(small(llama, device="cuda", page_size=1, kv_tokens=120, max_running=8))
+    seed = 0
+    while engine.stats().steps < 1000:
+        random_history(engine, llama, texts, random.Random(seed := seed + 1), 30)
+    assert engine.scheduler.num_retracted
+    assert engine.runner.num_replays
+
+
+@CUDA
+def test_gpu_bf16_graph_is_the_eager_step():
+    """The same step from a graph and kernel by kernel: equal logits within bfloat16's rounding."""
+    config = EngineConfig("dummy:tiny", device="cuda", kv_tokens=4096, max_running=16, overlap=False)
+    logits = []
+    for graph in (False, True):
+        engine = build_engine(replace(config, graph=graph))
+        for i in range(5):
+            engine.add([i + 1] * (10 + i), SamplingParams(max_tokens=50, ignore_eos=True))
+        engine.step()
+        batch = engine.scheduler.schedule()
+        batch.prepare(engine.device)
+        batch.input_ids = engine.input_ids(batch)
+        with torch.inference_mode():
+            logits.append(engine.runner.run(batch).float().clone())
+    torch.testing.assert_close(*logits, rtol=2e-2, atol=2e-2)
+
+
+@CUDA
+def test_gpu_a_decode_step_never_waits():
+    """Scheduling and enqueuing must not synchronise; only reading the step before may wait, and it waits for an event."""
+    config = EngineConfig("dummy:tiny", device="cuda", kv_tokens=4096, max_running=16)
+    engine = build_engine(config)
+    for i in range(5):
+        engine.add([i + 1] * 10, SamplingParams(temperature=0.6, max_tokens=100, ignore_eos=True))
+    for _ in range(10):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(30):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
