@@ -202,6 +202,8 @@ TILES = [
     triton_linear.Config(16, 32, 64, 1),
     triton_linear.Config(32, 32, 64, 4, swap=True),
     triton_linear.Config(64, 64, 128, 2),
+    triton_linear.Config(32, 32, 64, 4, swap=True, tma=False),
+    triton_linear.Config(64, 64, 128, 2, tma=False),
 ]
 
 

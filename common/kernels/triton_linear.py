@@ -37,6 +37,7 @@ class Config(NamedTuple):
     step: int
     splits: int
     swap: bool = False
+    tma: bool = True  # load with the tensor copy engine: best for long loops, slower to start
     ahead: int = 2  # steps of the weight to ask for before the input is there
     warps: int = 4
     stages: int = 4
@@ -79,7 +80,7 @@ def _rule(rows: int, cols: int, depth: int) -> Config | None:
         splits *= 2
     if cols % width or depth % step or (rows > 64 and tiles > SMS) or (splits > 1 and tiles > MAX_COUNTERS):
         return None
-    return Config(tile, width, step, splits, swap)
+    return Config(tile, width, step, splits, swap, tma=rows != 64 or width > 64)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, counters: Tensor | None = None) -> Tensor:
@@ -123,13 +124,14 @@ def launch(
         partial = out.new_empty((config.splits, rows, cols), dtype=torch.float32)
         counters = out.new_zeros(tiles, dtype=torch.int32) if counters is None else counters
         assert len(counters) >= tiles
-    boxes = (
-        TensorDescriptor(t, t.shape, t.stride(), [n, config.step]) for t, n in ((x, config.rows), (weight, config.cols))
-    )
+    sources = x, weight
+    if config.tma:
+        blocks = [config.rows, config.step], [config.cols, config.step]
+        sources = (TensorDescriptor(t, t.shape, t.stride(), block) for t, block in zip(sources, blocks, strict=True))
     _linear[(tiles, config.splits)](
-        *boxes, weight, bias, out, partial, counters, rows, cols, depth,
+        *sources, weight, bias, out, partial, counters, rows, cols, depth, x.stride(0),
         ROWS=config.rows, COLS=config.cols, STEP=config.step, SPLITS=config.splits, SWAP=config.swap,
-        AHEAD=config.ahead, PDL=pdl, num_warps=config.warps, num_stages=config.stages, **_launch_options(pdl),
+        TMA=config.tma, AHEAD=config.ahead, PDL=pdl, num_warps=config.warps, num_stages=config.stages, **_launch_options(pdl),
     )  # fmt: skip
     return out
 
@@ -152,9 +154,9 @@ def _launch_options(pdl: bool) -> dict[str, bool]:
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
-    x_box, weight_box, weight_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, rows, cols, depth,
+    x_source, weight_source, weight_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, rows, cols, depth, x_row,
     ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, SWAP: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(rows, ROWS)
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -171,15 +173,27 @@ def _linear(
                 _prefetch(at + k)
         gdc_wait()
 
-    total = tl.zeros((COLS, ROWS) if SWAP else (ROWS, COLS), tl.float32)
-    for k in range(start, start + share, STEP):
-        x, weight = x_box.load([first_row, k]), weight_box.load([first_col, k])  # rows too many are zeros
-        total = tl.dot(weight, x.T, total) if SWAP else tl.dot(x, weight.T, total)
-
+    step = tl.arange(0, STEP)
     if SWAP:
         row, col = first_row + tl.arange(0, ROWS)[None, :], first_col + tl.arange(0, COLS)[:, None]
+        x_step, weight_step = step[:, None], step[None, :]
     else:
         row, col = first_row + tl.arange(0, ROWS)[:, None], first_col + tl.arange(0, COLS)[None, :]
+        x_step, weight_step = step[None, :], step[:, None]
+    total = tl.zeros((COLS, ROWS) if SWAP else (ROWS, COLS), tl.float32)
+    if TMA:
+        for k in range(start, start + share, STEP):
+            x, weight = x_source.load([first_row, k]), weight_source.load([first_col, k])
+            total = tl.dot(weight, x.T, total) if SWAP else tl.dot(x, weight.T, total)
+    else:
+        x_at = x_source + tl.where(row < rows, row, 0) * x_row + start + x_step  # for rows too many, any will do
+        weight_at = weight_source + col * depth + start + weight_step
+        for _ in range(0, share, STEP):
+            x, weight = tl.load(x_at), tl.load(weight_at)
+            total = tl.dot(weight, x, total) if SWAP else tl.dot(x, weight, total)
+            x_at += STEP
+            weight_at += STEP
+
     mask, at = row < rows, row * cols + col
     last = True
     if SPLITS > 1:
