@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from common.config import DUMMY_MODELS, EngineConfig, ModelConfig, UserError
 from common.device import resolve_device, resolve_dtype
-from common.kernels import Kernels, select_kernels
+from common.kernels import Kernels, select_kernels, speed_up_linears
 from common.kernels import ops as plain_ops
-from common.kernels.cpu_linear import pack_linears
 from common.model import CausalLM
 from common.tokenizer import Tokenizer
 
@@ -258,11 +257,10 @@ def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, o
 
 
 def finish_model(model: CausalLM, max_len: int) -> CausalLM:
-    """What follows from the weights: rope tables for max_len positions, and the packed layout on a CPU."""
+    """What follows from the weights: rope tables for max_len positions, and faster matrix products."""
     device = model.norm.weight.device
     model.init_rope(max_len, device)
-    if device.type == "cpu":
-        pack_linears(model)
+    speed_up_linears(model, device)
     return model
 
 

@@ -34,13 +34,18 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host array on the device, without waiting for the device.
+    """A host array on the device, without waiting for the device."""
+    return pin(array, device).to(device, non_blocking=True)
+
+
+def pin(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A host array in memory that the device can copy from on its own (on a CPU: the array itself).
 
     Pinned memory comes from PyTorch's caching host allocator, which hands a block out again only after the copy that
     reads it has run.
     """
     tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def synchronize(device: torch.device) -> None:

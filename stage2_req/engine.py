@@ -119,14 +119,13 @@ class Engine:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Samples:
         """Enqueue a step on the device. The lengths move now, before anybody knows the tokens."""
-        batch.prepare(self.device)
         batch.input_ids = self.input_ids(batch)
         samples = self.sampler(self.runner.run(batch), batch.sampled)
         self.cache.commit(batch)
         for req in batch.sampled:
             req.device_len += 1
         self.counts.steps += 1
-        self.counts.computed_tokens += len(batch.positions)
+        self.counts.computed_tokens += batch.num_tokens
         return samples
 
     def input_ids(self, batch: Batch) -> Tensor:

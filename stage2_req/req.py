@@ -71,7 +71,7 @@ class Batch:
 
     Requests with one new position come first, the longest at the head: a device that starts with the longest pieces of
     work finishes all of them soonest. Arrays are [B] int64 on the host: `lens` new positions of each request,
-    which are positions `starts` to `ends`; `samples`: is the last of them the request's newest token, so that the next
+    which are positions `starts` to `ends`, `num_tokens` in all; `samples`: is the last of them the request's newest token, so that the next
     one is to be sampled? `rows` is the cache manager's own index of each request.
     """
 
@@ -82,7 +82,7 @@ class Batch:
         decodes.sort(key=lambda pick: -pick[0].cached_len)
         self.num_decode = len(decodes)
         self.reqs, lens = zip(*decodes, *chunks, strict=True)
-        self.lens = np.array(lens)
+        self.lens, self.num_tokens = np.array(lens), sum(lens)
         self.starts = self.gather("cached_len")
         self.ends = self.starts + self.lens
         self.samples = self.ends == self.gather("device_len")

@@ -148,7 +148,9 @@ class Sampler:
             rows, logits = upload(np.array(filtered), device), logits.float()
             logits = logits.index_copy(0, rows, keep_likeliest(logits[rows], [params[i] for i in filtered]))
         inv_temperature = np.array([0.0 if p.deterministic else 1 / p.temperature for p in params], np.float32)
-        return self.ops.gumbel_argmax(logits, upload(inv_temperature, device), *upload(noise_keys(reqs), device))
+        numbers = np.vstack((inv_temperature.view(np.int32), noise_keys(reqs)))  # all are 32 bits wide: one upload
+        inv_temperature, low, high = upload(numbers, device)
+        return self.ops.gumbel_argmax(logits, inv_temperature.view(torch.float32), low, high)
 
     def logprobs(
         self, logits: Tensor, tokens: Tensor, params: list[SamplingParams]
@@ -183,7 +185,7 @@ def keep_likeliest(logits: Tensor, params: list[SamplingParams]) -> Tensor:
 
 
 def noise_keys(reqs: list[Req]) -> np.ndarray:
-    """The low and the high 32 bits, [2, S] int64, of a hash of (seed, position); the position is the new token's.
+    """The low and the high 32 bits, [2, S] int32, of a hash of (seed, position); the position is the new token's.
 
     splitmix64 (Steele et al., 2014).
     """
@@ -193,7 +195,7 @@ def noise_keys(reqs: list[Req]) -> np.ndarray:
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
     key ^= key >> np.uint64(31)
-    return np.stack((key & np.uint64(0xFFFFFFFF), key >> np.uint64(32))).astype(np.int64)
+    return np.stack((key, key >> np.uint64(32))).astype(np.uint32).view(np.int32)
 
 
 def check_vocab(params: SamplingParams, vocab_size: int) -> None:

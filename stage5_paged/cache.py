@@ -64,8 +64,8 @@ class PagedCacheManager:
     def write(self, rows: np.ndarray, columns: np.ndarray, pages: np.ndarray) -> None:
         """Set entries of the table and of its mirror; one upload, whatever their number."""
         self.table[rows, columns] = pages
-        rows, columns, pages = upload(np.stack((rows, columns, pages.astype(np.int64))), self.device)
-        self.page_table[rows, columns] = pages.int()
+        entries, pages = upload(np.stack((rows * self.table.shape[1] + columns, pages)), self.device)
+        self.page_table.view(-1).index_copy_(0, entries, pages.int())
 
     def commit(self, batch: Batch) -> None:
         for req, end in zip(batch.reqs, batch.ends.tolist(), strict=True):

@@ -45,7 +45,6 @@ def measure_room(m: Loaded) -> tuple[int, str]:
     count, longest = config.max_running, max(config.max_batch_tokens // config.max_running, 1)
     reqs = [Req(uid, [0] * longest, params, uid, longest, frozenset()) for uid in range(count)]
     batch = Batch([(req, longest) for req in reqs])
-    batch.prepare(device)
     batch.input_ids = torch.zeros(count * longest, dtype=torch.long, device=device)
     Sampler(m.kernels.ops)(ModelRunner(m.model, FullAttention(m.kernels, device)).run(batch), batch.sampled)
     torch.cuda.synchronize(device)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.device import upload
+from common.device import pin
 from stage2_req.req import Batch
 from stage5_paged.attention import PagedAttention
 
@@ -19,25 +19,27 @@ class StaticDecode:
 
     def __init__(self, paged: PagedAttention, max_batch: int):
         self.paged, self.device = paged, paged.device
-        self.buffer = torch.zeros(2, max_batch, dtype=torch.int64, device=self.device)
-        self.positions, self.rows = self.buffer
-        self.positions.fill_(-1)
+        self.memory = torch.full((2 * max_batch,), -1, dtype=torch.int64, device=self.device)
+
+    def buffers(self, size: int) -> Tensor:
+        """Positions and table rows of `size` requests, [2, size]: the head of the memory, so that one copy fills it."""
+        return self.memory[: 2 * size].view(2, size)
 
     def fill(self, batch: Batch, size: int) -> None:
-        """The batch's requests into the buffers, padding behind them up to `size`; one upload."""
-        host = np.zeros((2, size), np.int64)
-        host[0] = -1
+        """The batch's requests into the buffers, padding behind them up to `size`."""
+        host = np.full((2, size), -1)
+        host[1] = 0
         host[:, : len(batch.reqs)] = batch.starts, batch.rows
-        self.buffer[:, :size] = upload(host, self.device)
+        self.buffers(size).copy_(pin(host, self.device), non_blocking=True)
 
     def plan(self, size: int) -> None:
         """What every layer needs, by operations on the device alone."""
-        positions, table, page = self.positions[:size], self.paged.cache.page_table, self.paged.block_size
-        self.block_table = table[self.rows[:size]]  # [size, max_pages]
-        self.seqlens = (positions + 1).int()
-        pages = self.block_table.gather(1, (positions.clamp(min=0) // page)[:, None])[:, 0].long()
-        padding = self.paged.pool.num_tokens - 1
-        self.out_loc = torch.where(positions >= 0, pages * page + positions % page, padding)
+        self.positions, rows = self.buffers(size)
+        page, padding = self.paged.block_size, self.paged.pool.num_tokens - 1
+        self.block_table = self.paged.cache.page_table[rows]  # [size, max_pages]
+        self.seqlens = (self.positions + 1).int()
+        pages = self.block_table.gather(1, (self.positions.clamp(min=0) // page)[:, None])[:, 0].long()
+        self.out_loc = torch.where(self.positions >= 0, pages * page + self.positions % page, padding)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [size, Hq, D], k and v [size, Hkv, D] -> [size, Hq, D]"""

@@ -53,7 +53,7 @@ class GraphRunner:
     def step(self, size: int) -> None:
         """What is recorded: one decode step of `size` rows, from static buffers to static buffers."""
         self.attention.plan(size)
-        hidden = self.model(self.input_ids[:size], self.attention.positions[:size], self.attention)
+        hidden = self.model(self.input_ids[:size], self.attention.positions, self.attention)
         self.logits[size] = self.model.head(hidden)
 
     @torch.inference_mode()

@@ -202,8 +202,6 @@ TILES = [
     triton_linear.Config(16, 32, 64, 1),
     triton_linear.Config(32, 32, 64, 4, swap=True),
     triton_linear.Config(64, 64, 128, 2),
-    triton_linear.Config(32, 32, 64, 4, swap=True, tma=False),
-    triton_linear.Config(64, 64, 128, 2, tma=False),
 ]
 
 
@@ -215,7 +213,7 @@ def test_linear(rows, tiles, device):
     bias, counters = random(128, device=device, seed=2), torch.zeros(16, dtype=torch.int32, device=device)
     wait_for(device)
     for b in (bias, None, bias):
-        got = triton_linear.launch(tiles, x, weight, b, counters, pdl=device == "cuda")
+        got = triton_linear.launch(tiles, x, weight, b, counters)
         close(got, linear_reference(x, weight, b), device)
         assert not counters.any()  # ready for the next call
 
@@ -226,7 +224,7 @@ def test_linear_of_one_row(depth, device):
     x, weight, bias = (random(*s, device=device, seed=len(s)) for s in ((1, depth), (24, depth), (24,)))
     wait_for(device)
     for b in (bias, None):
-        close(triton_linear.launch_row(x, weight, b, device == "cuda"), linear_reference(x, weight, b), device)
+        close(triton_linear.launch_row(x, weight, b), linear_reference(x, weight, b), device)
 
 
 def wait_for(device):
@@ -241,7 +239,7 @@ def linear_reference(x, weight, bias):
 
 @pytest.mark.gpu
 @NO_GPU
-@pytest.mark.parametrize("rows", [1, 2, 8, 17, 64, 100, 128, 136, 256, 300])
+@pytest.mark.parametrize("rows", [1, 2, 8, 24, 64, 100, 128, 136, 200, 256, 300])
 def test_linears_of_a_model_in_a_graph(rows):
     """Of Qwen3-0.6B and Llama-3-8B, and of no model: whatever tiles are chosen, the product is right at every replay."""
     from torch import nn

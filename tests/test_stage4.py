@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from common.kernels import portable
+from stage2_req.req import Batch, Req
 from stage2_req.sampling import SamplingParams
 from stage2_req.trace import TracedRunner
 from stage4_batch.build import build_engine
+from stage4_batch.cache import SlotCacheManager
 from tests.conftest import copy_with_eos, reference
 from tests.test_conformance import reasons, run, step, tokens
 
@@ -49,7 +51,7 @@ def steps_of(engine) -> list[list]:
 
 
 def run_at_random(engine, checkpoint, seed: int, rounds: int = 1) -> dict[int, tuple]:
-    """Add the jobs in random order while the engine runs; uid -> (prompt, n, outputs). Every step computes something."""
+    """Add the jobs in random order while the engine runs; uid -> (prompt, n, outputs). Every step computes some."""
     draw, served = random.Random(seed), {}
     todo = draw.sample([*JOBS] * rounds, len(JOBS) * rounds)
     while todo or engine.has_work():
@@ -198,6 +200,17 @@ def test_a_slot_is_used_again_over_stale_rows(build, llama):
         assert req.output_ids == reference(llama, llama.prompt(length), n)
 
 
+def test_an_admitted_request_starts_from_zero():
+    cache, req = SlotCacheManager(num_slots=1, max_len=8), Req(0, [1, 2, 3], greedy(5), 0, 8, frozenset())
+    for _ in range(2):
+        assert cache.admit(req)
+        assert (req.cached_len, req.extend_len) == (0, 3)
+        cache.extend(batch := Batch([(req, 3)]))
+        cache.commit(batch)
+        assert req.cached_len == 3
+        cache.release(req)
+
+
 @pytest.mark.parametrize("spoil", [
     lambda cache: cache.free.pop(),  # lost
     lambda cache: cache.free.append(cache.free[0]),  # free twice
@@ -288,7 +301,7 @@ def test_stats_of_a_small_scenario(build, llama):
         engine.add(llama.prompt(length), greedy(n))
     assert numbers(engine) == (0, 3, 0, 0, 0, 0)
     seen = []
-    while engine.has_work():
+    for _ in range(3):
         step(engine)
         seen.append(numbers(engine))
     assert seen == [
@@ -296,6 +309,8 @@ def test_stats_of_a_small_scenario(build, llama):
         (2, 1, 0.5, 2, 16, 3),  # a decode, and the other 7
         (0, 0, 0, 3, 20, 6),  # two decodes and the third prompt; all of them end
     ]
+    assert step(engine) == []
+    assert numbers(engine) == seen[-1]
 
 
 def test_the_progress_bar_counts_requests_and_changes_nothing(build, llama, capsys):

@@ -259,7 +259,7 @@ def test_every_position_has_a_pool_row_of_its_own(build, llama, page_size):
     attention = engine.runner.runner.attention
     uids = [engine.add(llama.prompt(n), greedy(12)) for n in (20, 7, 3)]
     known = {}
-    while engine.has_work():
+    for _ in range(20):
         step(engine)
         seen = []
         for req in engine.scheduler.running:
@@ -272,6 +272,7 @@ def test_every_position_has_a_pool_row_of_its_own(build, llama, page_size):
         assert len(set(seen)) == len(seen)
         assert all(0 <= row < attention.pool.num_tokens for row in seen)
     assert sorted(known) == uids
+    assert not engine.has_work()
 
 
 # --- text -------------------------------------------------------------------------------------------------------
@@ -488,7 +489,7 @@ def crowd(build, llama):
     prompts = [llama.prompt(8, i) for i in range(3)]
     for prompt in prompts:
         engine.add(prompt, greedy(24))
-    while not engine.scheduler.num_retracted:
+    for _ in range(18):
         for output in step(engine):
             outputs.setdefault(output.uid, []).append(output)
     assert (engine.stats().running, engine.stats().waiting, sorted(outputs)) == (1, 2, [0, 1])

@@ -226,7 +226,6 @@ def test_gpu_bf16_graph_is_the_eager_step():
             engine.add([i + 1] * (10 + i), SamplingParams(max_tokens=50, ignore_eos=True))
         engine.step()
         batch = engine.scheduler.schedule()
-        batch.prepare(engine.device)
         batch.input_ids = engine.input_ids(batch)
         with torch.inference_mode():
             logits.append(engine.runner.run(batch).float().clone())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+from torch import nn
 
 from common.config import UserError
 from common.kernels import ops, portable
@@ -66,3 +67,14 @@ def _triton_obstacle(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "a GPU"
     return None if importlib.util.find_spec("triton") else "the triton package"
+
+
+def speed_up_linears(model: nn.Module, device: torch.device) -> None:
+    """Replace the nn.Linear modules below `model` by ones that are faster on this device, where there are such."""
+    if device.type == "cpu":
+        from common.kernels.cpu_linear import pack_linears as replace
+    elif not _triton_obstacle(device):
+        from common.kernels.triton_linear import speed_up_linears as replace
+    else:
+        return
+    replace(model)

@@ -62,8 +62,8 @@ def store_kv(k_pool: Tensor, v_pool: Tensor, rows: Tensor, k: Tensor, v: Tensor)
 def gumbel_argmax(logits: Tensor, inv_temperature: Tensor, key_low: Tensor, key_high: Tensor) -> Tensor:
     """A draw from softmax(logits * inv_temperature) for each row: the argmax after Gumbel noise was added.
 
-    logits [S, V]; inv_temperature [S] float32, 0 for a row without noise; key_low and key_high [S] int64, the 32-bit
-    halves of each row's key. Of equal ones the first. Returns [S] int64.
+    logits [S, V]; inv_temperature [S] float32, 0 for a row without noise; key_low and key_high [S] int32, the halves
+    of each row's key. Of equal ones the first. Returns [S] int64.
     """
     scale = inv_temperature[:, None]
     scores = torch.where(scale > 0, logits.float() * scale + gumbel(logits.shape[1], key_low, key_high), logits.float())

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from common.kernels.pdl import pdl, wait_for_the_kernel_before
+
 BLOCK = 32  # rows of K and V that a program takes at a time: small ones, so that many programs fit side by side
 WARPS, STAGES = 2, 3  # STAGES - 1 blocks are on their way while one is worked on
 MIN_CHUNK = 64  # rows below which one more split costs more than it hides
@@ -57,12 +59,13 @@ def flash_attn_with_kvcache(
         q.stride(0), q.stride(2), *k_cache.stride()[:3], block_table.stride(0),
         PAGE=page_size, GROUP=heads // heads_kv, ROWS=max(16, triton.next_power_of_2(heads // heads_kv)), DIM=dim,
         PADDED_DIM=padded_dim, BLOCK=BLOCK, MIN_CHUNK=MIN_CHUNK, WHOLE=splits == 1,
-        num_warps=WARPS if q.element_size() == 2 else 4, num_stages=STAGES if q.element_size() == 2 else 2,
+        num_warps=WARPS if q.element_size() == 2 else 4, num_stages=STAGES if q.element_size() == 2 else 2, **pdl(q.device),
     )  # fmt: skip
     if splits > 1:
         _merge[(heads, batch, triton.cdiv(dim, 32))](
-            partial, weight, out, splits, PADDED_SPLITS=triton.next_power_of_2(splits), DIM=dim, BLOCK=32, num_warps=1
-        )
+            partial, weight, out, splits,
+            PADDED_SPLITS=triton.next_power_of_2(splits), DIM=dim, BLOCK=32, num_warps=1, **pdl(q.device),
+        )  # fmt: skip
     return out
 
 
@@ -81,13 +84,15 @@ def _attend(
     q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, out_ptr, weight_ptr, splits, scale,
     q_batch, q_head, kv_page, kv_row, kv_head, table_row,
     PAGE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, MIN_CHUNK: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr, MIN_CHUNK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one request for the GROUP query heads of one KV head, padded to the ROWS that a matrix unit wants.
 
     WHOLE: there is one split, and out_ptr is the result [B, Hq, D]. Otherwise out_ptr [B, Hq, splits, D] float32 takes
     the split's own softmax average and weight_ptr [B, Hq, splits] the log2 of its weight in the whole.
     """
+    if PDL:
+        wait_for_the_kernel_before()
     # Heads vary fastest: programs that run side by side read neighbouring memory, and empty splits come last.
     head, request, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lens_ptr + request)
@@ -141,12 +146,15 @@ def _attend(
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge(
-    partial_ptr, weight_ptr, out_ptr, splits, PADDED_SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
+    partial_ptr, weight_ptr, out_ptr, splits, PADDED_SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The average of the splits' results by weight, for BLOCK dimensions of one query head: [splits, BLOCK] -> [BLOCK].
 
     Which splits are empty shows in their weights: no load here has to wait for another one.
     """
+    if PDL:
+        wait_for_the_kernel_before()
     index = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     split, dims = tl.arange(0, PADDED_SPLITS), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     at = index * splits + split

@@ -12,7 +12,6 @@ Partial sums of splits are added in a fixed order, by whichever program of a til
 depends on the number of rows, never on timing.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,8 @@ import triton.language as tl
 from torch import Tensor, nn
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from common.kernels.pdl import has_pdl, pdl
 
 MAX_ROWS = 256
 MAX_COLS = 32768  # larger weights, such as a head's, keep cuBLAS busy enough
@@ -37,7 +38,6 @@ class Config(NamedTuple):
     step: int
     splits: int
     swap: bool = False
-    tma: bool = True  # load with the tensor copy engine: best for long loops, slower to start
     ahead: int = 2  # steps of the weight to ask for before the input is there
     warps: int = 4
     stages: int = 4
@@ -46,14 +46,14 @@ class Config(NamedTuple):
 # Measured on an H200 where it beats the rule: (N, K) -> {most rows: tiles}; None: cuBLAS was faster than any that was tried.
 TUNED: dict[tuple[int, int], dict[int, Config | None]] = {
     (1024, 2048): {256: Config(64, 32, 128, 1, ahead=8)},
-    (1024, 3072): {256: Config(64, 64, 128, 2, ahead=8)},
+    (1024, 3072): {128: Config(64, 32, 128, 4), 256: Config(64, 64, 128, 2, ahead=8)},
     (6144, 1024): {256: Config(64, 64, 64, 1)},
     (6144, 4096): {128: None, 256: None},
-    (4096, 4096): {64: None},
+    (4096, 4096): {64: None, 128: None},
     (4096, 14336): {
         16: Config(16, 64, 256, 2, True),
         64: Config(64, 64, 128, 2),
-        128: Config(64, 128, 128, 2),
+        128: None,
         256: None,
     },
 }
@@ -61,8 +61,8 @@ TUNED: dict[tuple[int, int], dict[int, Config | None]] = {
 
 def choose(rows: int, cols: int, depth: int) -> Config | None:
     """Tiles for x [rows, depth] @ weight [cols, depth].T, or None where cuBLAS is to do it."""
-    limit = next((n for n in (16, 64, 128, MAX_ROWS) if rows <= n), None)
-    if limit is None or cols > MAX_COLS:
+    limit = next((n for n in (16, 32, 64, 128, MAX_ROWS) if rows <= n), None)
+    if limit is None or cols > MAX_COLS or 128 < rows <= 160:  # a third block of 64 rows, mostly empty, does not pay
         return None
     tuned = TUNED.get((cols, depth), {})
     return tuned[limit] if limit in tuned else _rule(limit, cols, depth)
@@ -70,17 +70,17 @@ def choose(rows: int, cols: int, depth: int) -> Config | None:
 
 def _rule(rows: int, cols: int, depth: int) -> Config | None:
     """The largest tiles that still employ most of the chip, in a single wave."""
-    if rows == 16:
-        swap, tile, step, width, least, most = True, 16, 256, 64, 64, 64
+    if rows <= 32:
+        swap, tile, step, width, most = True, rows, 256, 64, SMS // 2
     else:
-        swap, tile, step, least, most = False, 64, 128, 96, SMS
-        width = next((n for n in (128, 64) if rows // tile * cols // n >= least), 32)
-    tiles, splits = rows // tile * cols // width, 1
-    while 2 * splits * tiles <= most and depth % (2 * splits * step) == 0:
+        swap, tile, step, most = False, 64, 128, SMS
+        width = next((n for n in (128, 64) if rows // tile * (cols // n) >= 96), 32)
+    tiles, splits = rows // tile * (cols // width), 1
+    while 0 < 2 * splits * tiles <= most and depth % (2 * splits * step) == 0:
         splits *= 2
     if cols % width or depth % step or (rows > 64 and tiles > SMS) or (splits > 1 and tiles > MAX_COUNTERS):
         return None
-    return Config(tile, width, step, splits, swap, tma=rows != 64 or width > 64)
+    return Config(tile, width, step, splits, swap)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, counters: Tensor | None = None) -> Tensor:
@@ -89,21 +89,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, counters: Tens
     x [T, K], weight [N, K], bias [N] -> [T, N]. counters: zeros [MAX_COUNTERS] int32, which are zeros again afterwards;
     calls that may overlap must not share them.
     """
-    depth, pdl = x.shape[-1], _has_pdl(x.device)
-    suits = pdl and x.dim() == 2 and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    depth = x.shape[-1]
+    suits = (
+        has_pdl(x.device) and x.dim() == 2 and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    )
     if not suits or not 0 < len(x) <= MAX_ROWS or not (_is_aligned(x) and _is_aligned(weight)):
         return F.linear(x, weight, bias)
     if len(x) == 1 and weight.shape[0] % 8 == 0 and depth % 1024 == 0 and depth <= 32768:
-        return launch_row(x, weight, bias, pdl)
+        return launch_row(x, weight, bias)
     config = choose(len(x), weight.shape[0], depth)
     if config is None:
         return F.linear(x, weight, bias)
-    return launch(config, x, weight, bias, counters, pdl)
-
-
-@cache
-def _has_pdl(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return launch(config, x, weight, bias, counters)
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -111,9 +108,7 @@ def _is_aligned(x: Tensor) -> bool:
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
-def launch(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor | None, pdl: bool
-) -> Tensor:
+def launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor | None) -> Tensor:
     """`linear` with these tiles; N is a multiple of config.cols, and K one of config.step * config.splits."""
     (rows, depth), cols = x.shape, weight.shape[0]
     assert weight.stride(0) == depth, "a weight's rows lie side by side"
@@ -124,39 +119,34 @@ def launch(
         partial = out.new_empty((config.splits, rows, cols), dtype=torch.float32)
         counters = out.new_zeros(tiles, dtype=torch.int32) if counters is None else counters
         assert len(counters) >= tiles
-    sources = x, weight
-    if config.tma:
-        blocks = [config.rows, config.step], [config.cols, config.step]
-        sources = (TensorDescriptor(t, t.shape, t.stride(), block) for t, block in zip(sources, blocks, strict=True))
+    boxes = (
+        TensorDescriptor(t, t.shape, t.stride(), [n, config.step]) for t, n in ((x, config.rows), (weight, config.cols))
+    )
     _linear[(tiles, config.splits)](
-        *sources, weight, bias, out, partial, counters, rows, cols, depth, x.stride(0),
+        *boxes, weight, bias, out, partial, counters, rows, cols, depth,
         ROWS=config.rows, COLS=config.cols, STEP=config.step, SPLITS=config.splits, SWAP=config.swap,
-        TMA=config.tma, AHEAD=config.ahead, PDL=pdl, num_warps=config.warps, num_stages=config.stages, **_launch_options(pdl),
+        AHEAD=config.ahead, num_warps=config.warps, num_stages=config.stages, **pdl(x.device),
     )  # fmt: skip
     return out
 
 
-def launch_row(x: Tensor, weight: Tensor, bias: Tensor | None, pdl: bool) -> Tensor:
+def launch_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`linear` for one row: x [1, K]; N is a multiple of 8 and K one of 1024."""
     depth, size = x.shape[1], weight.shape[0]
     step = 1024 if depth % 2048 else 2048
     cols, warps = (8, 4) if size >= 16384 else (4, 4 if depth == 1024 else 8)
     out = torch.empty((1, size), dtype=x.dtype, device=x.device)
     _linear_row[(size // cols,)](
-        x, weight, bias, out, DEPTH=depth, COLS=cols, STEP=step, PDL=pdl, num_warps=warps, **_launch_options(pdl)
+        x, weight, bias, out, DEPTH=depth, COLS=cols, STEP=step, num_warps=warps, **pdl(x.device)
     )
     return out
 
 
-def _launch_options(pdl: bool) -> dict[str, bool]:
-    return {"launch_pdl": True} if pdl else {}  # Triton's interpreter does not know it
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
-    x_source, weight_source, weight_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, rows, cols, depth, x_row,
+    x_box, weight_box, weight_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, rows, cols, depth,
     ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, SWAP: tl.constexpr,
-    TMA: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(rows, ROWS)
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -173,27 +163,15 @@ def _linear(
                 _prefetch(at + k)
         gdc_wait()
 
-    step = tl.arange(0, STEP)
+    total = tl.zeros((COLS, ROWS) if SWAP else (ROWS, COLS), tl.float32)
+    for k in range(start, start + share, STEP):
+        x, weight = x_box.load([first_row, k]), weight_box.load([first_col, k])  # rows too many are zeros
+        total = tl.dot(weight, x.T, total) if SWAP else tl.dot(x, weight.T, total)
+
     if SWAP:
         row, col = first_row + tl.arange(0, ROWS)[None, :], first_col + tl.arange(0, COLS)[:, None]
-        x_step, weight_step = step[:, None], step[None, :]
     else:
         row, col = first_row + tl.arange(0, ROWS)[:, None], first_col + tl.arange(0, COLS)[None, :]
-        x_step, weight_step = step[None, :], step[:, None]
-    total = tl.zeros((COLS, ROWS) if SWAP else (ROWS, COLS), tl.float32)
-    if TMA:
-        for k in range(start, start + share, STEP):
-            x, weight = x_source.load([first_row, k]), weight_source.load([first_col, k])
-            total = tl.dot(weight, x.T, total) if SWAP else tl.dot(x, weight.T, total)
-    else:
-        x_at = x_source + tl.where(row < rows, row, 0) * x_row + start + x_step  # for rows too many, any will do
-        weight_at = weight_source + col * depth + start + weight_step
-        for _ in range(0, share, STEP):
-            x, weight = tl.load(x_at), tl.load(weight_at)
-            total = tl.dot(weight, x, total) if SWAP else tl.dot(x, weight, total)
-            x_at += STEP
-            weight_at += STEP
-
     mask, at = row < rows, row * cols + col
     last = True
     if SPLITS > 1:
@@ -260,7 +238,7 @@ def speed_up_linears(model: nn.Module) -> None:
     They share their counters, so one stream at a time may run the model. Nothing happens where `linear` is F.linear.
     """
     weight = next(model.parameters(), None)
-    if weight is None or not _has_pdl(weight.device) or weight.dtype not in (torch.bfloat16, torch.float16):
+    if weight is None or not has_pdl(weight.device) or weight.dtype not in (torch.bfloat16, torch.float16):
         return
     counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=weight.device)
     for parent in list(model.modules()):

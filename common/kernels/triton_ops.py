@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from common.kernels.pdl import pdl, wait_for_the_kernel_before
 from common.kernels.triton_sample import gumbel_argmax  # noqa: F401 (the last of the small operations)
 
 
@@ -19,7 +20,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block, warps = _row_shape(x.shape[-1])
     _rms_norm[(len(rows),)](
-        rows, rows, weight, rows, out, eps, rows.stride(0), 0, DIM=x.shape[-1], BLOCK=block, ADD=False, num_warps=warps
+        rows,
+        rows,
+        weight,
+        rows,
+        out,
+        eps,
+        rows.stride(0),
+        0,
+        DIM=x.shape[-1],
+        BLOCK=block,
+        ADD=False,
+        num_warps=warps,
+        **pdl(x.device),
     )
     return out
 
@@ -31,7 +44,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     block, warps = _row_shape(x.shape[-1])
     _rms_norm[(len(rows),)](
         rows, deltas, weight, total, out, eps, rows.stride(0), deltas.stride(0),
-        DIM=x.shape[-1], BLOCK=block, ADD=True, num_warps=warps,
+        DIM=x.shape[-1], BLOCK=block, ADD=True, num_warps=warps, **pdl(x.device),
     )  # fmt: skip
     return total, out
 
@@ -42,7 +55,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     block = 1024
     grid = (tokens * triton.cdiv(size, block),)
-    _silu_and_mul[grid](gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=block, num_warps=4)
+    _silu_and_mul[grid](gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=block, num_warps=4, **pdl(out.device))
     return out
 
 
@@ -66,7 +79,7 @@ def qk_norm_rope(
     _qk_norm_rope[(tokens * triton.cdiv(num_heads + num_kv_heads, block),)](
         heads, q_weight, k_weight, cos, sin, eps, *heads.stride()[:2], cos.stride(0), sin.stride(0),
         Q_HEADS=num_heads, HEADS=num_heads + num_kv_heads, HALF=dim // 2, BLOCK_HALF=triton.next_power_of_2(dim // 2),
-        BLOCK=block, NORM=q_weight is not None, num_warps=4,
+        BLOCK=block, NORM=q_weight is not None, num_warps=4, **pdl(heads.device),
     )  # fmt: skip
     return heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
 
@@ -79,7 +92,7 @@ def store_kv(k_pool: Tensor, v_pool: Tensor, rows: Tensor, k: Tensor, v: Tensor)
     block, warps = _row_shape(size)
     _store_kv[(len(rows),)](
         k_pool, v_pool, rows, k, v, k_pool.stride(0), v_pool.stride(0), k.stride(0), v.stride(0),
-        SIZE=size, BLOCK=block, num_warps=warps,
+        SIZE=size, BLOCK=block, num_warps=warps, **pdl(k.device),
     )  # fmt: skip
 
 
@@ -92,8 +105,10 @@ def _row_shape(size: int) -> tuple[int, int]:
 @triton.jit
 def _rms_norm(
     x_ptr, delta_ptr, weight_ptr, total_ptr, out_ptr, eps, x_row, delta_row,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        wait_for_the_kernel_before()
     row, dims = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = dims < DIM
     x = tl.load(x_ptr + row * x_row + dims, mask=mask, other=0.0)
@@ -108,7 +123,9 @@ def _rms_norm(
 
 
 @triton.jit
-def _silu_and_mul(x_ptr, out_ptr, x_row, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul(x_ptr, out_ptr, x_row, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        wait_for_the_kernel_before()
     blocks = tl.cdiv(SIZE, BLOCK)
     row, at = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = at < SIZE
@@ -122,9 +139,11 @@ def _silu_and_mul(x_ptr, out_ptr, x_row, SIZE: tl.constexpr, BLOCK: tl.constexpr
 def _qk_norm_rope(
     heads_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, eps, stride_token, stride_head, cos_row, sin_row,
     Q_HEADS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK heads of one token, as two halves [BLOCK, HALF], because the rotation mixes one half with the other."""
+    if PDL:
+        wait_for_the_kernel_before()
     blocks = tl.cdiv(HEADS, BLOCK)
     token = tl.program_id(0).to(tl.int64) // blocks
     head = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[:, None]
@@ -154,8 +173,10 @@ def _qk_norm_rope(
 @triton.jit
 def _store_kv(
     k_pool_ptr, v_pool_ptr, rows_ptr, k_ptr, v_ptr, k_pool_row, v_pool_row, k_row, v_row,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        wait_for_the_kernel_before()
     token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     row = tl.load(rows_ptr + token).to(tl.int64)
     mask = (at < SIZE) & (row >= 0)

@@ -20,7 +20,7 @@ def gumbel_argmax(logits: Tensor, inv_temperature: Tensor, key_low: Tensor, key_
     """The token with the largest logit * inv_temperature + noise in each row; of equal ones the first.
 
     logits [S, V], the last dimension contiguous; inv_temperature [S] float32, 0 for a greedy row (no noise there);
-    key_low and key_high [S] int64 hold the 32-bit halves of each row's key. Returns [S] int64.
+    key_low and key_high [S] int32 hold the halves of each row's key. Returns [S] int64.
     """
     rows, vocab = logits.shape
     block = 1024 if rows < 16 else BLOCK  # even a single row should fill the chip
