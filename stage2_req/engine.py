@@ -80,9 +80,16 @@ class Engine:
             raise UserError("generate needs an idle engine; step() the requests that are under way to their end first")
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
-        reqs = [
-            self.make_req(ids, p) for ids, p in zip(prompts, params, strict=True)
-        ]  # all are checked before any starts
+        if len(params) != len(prompts):
+            raise UserError(
+                f"there are {len(prompts)} prompts and {len(params)} params; give one for all, or one for each"
+            )
+        first_uid = self.next_uid
+        try:
+            reqs = [self.make_req(ids, p) for ids, p in zip(prompts, params, strict=True)]
+        except UserError:
+            self.next_uid = first_uid  # one is refused, so none has been
+            raise
         for req in reqs:
             self.scheduler.add(req)
         try:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from types import ModuleType
 from typing import NamedTuple
 
@@ -44,6 +45,9 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self):
+        for name in ("top_k", "seed", "logprobs", "max_tokens"):
+            if not isinstance(value := getattr(self, name), Integral | None):
+                raise UserError(f"{name} is {value!r}; it must be a whole number")
         check_range("temperature", self.temperature, 0)
         check_range("top_k", self.top_k, -1)
         check_range("top_p", self.top_p, 0, 1, open_low=True)

@@ -564,3 +564,9 @@ def test_loading_streams(tmp_path):
     assert size > 190e6
     assert after > 0.8 * size
     assert peak < 1.7 * size  # one copy, and what packing its largest matrix takes
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "~nobody-of-this-name/model"])
+def test_a_name_that_no_folder_can_have(name):
+    with pytest.raises(UserError, match="unknown"):
+        resolve_model(name)

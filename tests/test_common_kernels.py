@@ -120,7 +120,7 @@ def test_kvcache(lens, layout, heads, new, causal):
 @pytest.mark.parametrize("name", ["portable", "flash"])
 @pytest.mark.parametrize("page_size", [None, 256])
 def test_kernels_on_a_gpu(name, page_size):
-    kernels = select_kernels(name, torch.device("cuda"), torch.bfloat16)
+    kernels = select_kernels(name, torch.device("cuda"), torch.bfloat16, 64)
     lens = [(3, 8), (7, 7), (1, 300), (20, 600)]
     q, cu_q = randn(sum(n for n, _ in lens), 4, 64), cu([n for n, _ in lens])
     k, v = ([randn(n, 2, 64, seed=seed) for _, n in lens] for seed in (1, 2))
@@ -189,14 +189,14 @@ def test_silu_and_mul():
 
 
 def test_select_kernels():
-    assert select_kernels("auto", CPU, torch.float32).name == "portable"
-    assert select_kernels("portable", CPU, torch.bfloat16).flash_attn_varlen_func is portable.flash_attn_varlen_func
+    assert select_kernels("auto", CPU, torch.float32, 64).name == "portable"
+    assert select_kernels("portable", CPU, torch.bfloat16, 64).flash_attn_varlen_func is portable.flash_attn_varlen_func
     with pytest.raises(UserError, match="a GPU"):
-        select_kernels("flash", CPU, torch.float32)
+        select_kernels("flash", CPU, torch.float32, 64)
     with pytest.raises(UserError, match="float16 or bfloat16"):
-        select_kernels("flash", torch.device("cuda"), torch.float32)
+        select_kernels("flash", torch.device("cuda"), torch.float32, 64)
     with pytest.raises(UserError, match=r"'nonesuch' is unknown; use .*portable"):
-        select_kernels("nonesuch", CPU, torch.float32)
+        select_kernels("nonesuch", CPU, torch.float32, 64)
 
 
 def test_resolve_device():

@@ -449,3 +449,21 @@ def test_the_first_token_can_be_the_eos(llama, tmp_path):
 def test_a_request_knows_its_times(engine):
     (req,) = engine.generate([[1, 2]], SamplingParams(max_tokens=3))
     assert 0 < req.arrived_at < req.first_token_at < req.finished_at
+
+
+@pytest.mark.parametrize("name", ["top_k", "seed", "logprobs", "max_tokens"])
+@pytest.mark.parametrize("value", [1.5, "1", [1]])
+def test_numbers_that_must_be_whole(name, value):
+    with pytest.raises(UserError, match=name):
+        SamplingParams(**{name: value})
+
+
+def test_a_refused_generate_changes_nothing(tiny_checkpoint):
+    checkpoint = tiny_checkpoint("llama")
+    engine, params = build_engine(checkpoint.config()), SamplingParams(temperature=1.0, max_tokens=8)
+    with pytest.raises(UserError, match="2 prompts and 1 params"):
+        engine.generate([[1], [2]], [params])
+    with pytest.raises(UserError, match="empty"):
+        engine.generate([[1], []], params)
+    fresh = build_engine(checkpoint.config())
+    assert engine.generate([[1]], params)[0].output_ids == fresh.generate([[1]], params)[0].output_ids

@@ -226,6 +226,19 @@ def test_an_admitted_request_starts_from_zero():
     assert (req.cached_len, req.extend_len) == (0, 10)
 
 
+def test_the_pages_of_a_dropped_row_are_the_callers_own():
+    cache, reqs = make_cache(10, 4, max_running=1), [make_req(uid, 9) for uid in range(2)]
+    assert cache.admit(reqs[0])
+    compute(cache, (reqs[0], 9))
+    pages = cache.drop_row(reqs[0])
+    kept = pages.tolist()
+    assert cache.admit(reqs[1])  # into the same row
+    compute(cache, (reqs[1], 9))
+    assert pages.tolist() == kept
+    cache.allocator.free(pages)
+    cache.check_integrity()
+
+
 def repeat_a_page(cache: PagedCacheManager) -> None:
     row = cache.rows[0]
     cache.table[row, 0] = cache.table[row, 1]

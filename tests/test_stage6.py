@@ -207,7 +207,7 @@ def test_gpu_graphs_and_overlap_say_what_stage_2_says(llama, texts, attn, page_s
 
 @CUDA
 def test_gpu_a_thousand_steps(llama, texts):
-    engine = build_engine(small(llama, device="cuda", page_size=1, kv_tokens=120, max_running=8))
+    engine = build_engine(small(llama, device="cuda", page_size=1, kv_tokens=80, max_running=8))
     seed = 0
     while engine.stats().steps < 1000:
         random_history(engine, llama, texts, random.Random(seed := seed + 1), 30)

@@ -4,6 +4,7 @@
 """
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -25,7 +26,7 @@ class Kernels:
     ops: ModuleType = ops  # the small operations
 
 
-def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+def select_kernels(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
     """Who computes. Raises UserError for what can't run here.
 
     portable: PyTorch for everything. flash: flash-attn for both functions (pages of 256). triton: our own decode
@@ -33,17 +34,18 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kerne
     """
     if name not in KERNELS:
         raise UserError(f"attention kernel {name!r} is unknown; use {', '.join(KERNELS)}")
-    obstacles = {"flash": _flash_obstacle(device, dtype), "triton": _triton_obstacle(device)}
+    obstacles = {"flash": _flash_obstacle(device, dtype, head_dim), "triton": _triton_obstacle(device)}
     if name == "auto":
         name = "portable" if obstacles["triton"] else "triton"
     if obstacle := obstacles.get(name):
         raise UserError(f"--attn {name} needs {obstacle}; use --attn portable")
     if name == "portable":
         return Kernels(name, portable.flash_attn_varlen_func, portable.flash_attn_with_kvcache)
-    prefill = portable
+    prefill, fused = portable, ops
     if not obstacles["flash"]:
         from common.kernels import flash as prefill
-    fused = ops
+    else:
+        warnings.warn(f"prefill runs on PyTorch's attention: flash-attn needs {obstacles['flash']}", stacklevel=2)
     if not obstacles["triton"]:
         from common.kernels import triton_ops as fused
     if name == "flash":
@@ -53,13 +55,20 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kerne
     return Kernels(name, prefill.flash_attn_varlen_func, flash_attn_with_kvcache, fused)
 
 
-def _flash_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     if device.type != "cuda":
         return "a GPU"
     if dtype not in (torch.float16, torch.bfloat16):
         return "dtype float16 or bfloat16"
     if importlib.util.find_spec("flash_attn") is None:
         return "the flash-attn package (pip install -r requirements-gpu.txt)"
+    from common.kernels.flash import flash_attn_varlen_func
+
+    one, bounds = torch.zeros(1, 1, head_dim, device=device, dtype=dtype), torch.tensor([0, 1], device=device).int()
+    try:
+        flash_attn_varlen_func(one, one, one, bounds, bounds, 1, 1, causal=True)
+    except RuntimeError as error:  # a head size or a GPU that it was not built for
+        return f"a build of it for head size {head_dim} and {torch.cuda.get_device_name(device)} ({error})"
     return None
 
 
