@@ -1,7 +1,7 @@
 """The engine: takes requests in, drives the parts step by step, hands tokens out. It knows token ids, never text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -46,7 +46,8 @@ class Engine:
 
     def add(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Queue a request; returns its uid. Raises UserError if it can't be served, and then nothing has changed."""
-        req = self.make_req(prompt_ids, params)
+        req = self.make_req(self.next_uid, prompt_ids, params)
+        self.next_uid += 1
         self.scheduler.add(req)
         return req.uid
 
@@ -63,9 +64,8 @@ class Engine:
         return [] if batch is None else self.collect(batch, self.launch(batch))
 
     def stats(self) -> Stats:
-        stats, queues = self.counts, self.scheduler
-        stats.running, stats.waiting, stats.usage = len(queues.running), len(queues.waiting), self.cache.usage()
-        return stats
+        queues = self.scheduler
+        return replace(self.counts, running=len(queues.running), waiting=len(queues.waiting), usage=self.cache.usage())
 
     # --- for callers that wait ---
 
@@ -84,12 +84,9 @@ class Engine:
             raise UserError(
                 f"there are {len(prompts)} prompts and {len(params)} params; give one for all, or one for each"
             )
-        first_uid = self.next_uid
-        try:
-            reqs = [self.make_req(ids, p) for ids, p in zip(prompts, params, strict=True)]
-        except UserError:
-            self.next_uid = first_uid  # one is refused, so none has been
-            raise
+        pairs = enumerate(zip(prompts, params, strict=True), self.next_uid)
+        reqs = [self.make_req(uid, ids, p) for uid, (ids, p) in pairs]  # all are checked before any starts
+        self.next_uid += len(reqs)
         for req in reqs:
             self.scheduler.add(req)
         try:
@@ -106,20 +103,19 @@ class Engine:
 
     # --- inside a step ---
 
-    def make_req(self, prompt_ids: Sequence[int], params: SamplingParams) -> Req:
+    def make_req(self, uid: int, prompt_ids: Sequence[int], params: SamplingParams) -> Req:
         prompt, limit = [int(token) for token in prompt_ids], self.cache.max_len
         if not prompt:
             raise UserError("the prompt is empty; give at least one token")
         if len(prompt) > limit:
             raise UserError(
-                f"the prompt has {len(prompt)} tokens, but there is room for {limit}; shorten it or raise max_model_len"
+                f"the prompt has {len(prompt)} tokens, but there is room for {limit}; shorten it, or raise max_model_len (and kv_tokens, where the pool is smaller)"
             )
         if min(prompt) < 0 or max(prompt) >= self.model.vocab_size:
             raise UserError(
                 f"the prompt has token ids outside 0 to {self.model.vocab_size - 1}; was it encoded for another model?"
             )
         check_vocab(params, self.model.vocab_size)
-        uid, self.next_uid = self.next_uid, self.next_uid + 1
         seed = params.seed if params.seed is not None else (self.seed << 40) + uid
         return Req(uid, prompt, params, seed, limit, self.model.eos_ids)
 

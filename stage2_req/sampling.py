@@ -99,11 +99,6 @@ class Samples:
     tokens: Tensor  # [S] int64
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None  # chosen [S], top values [S, k], top ids [S, k]
 
-    def copy_to_host(self) -> "Samples":
-        """The same in pinned memory of the host; the copies are only enqueued."""
-        logprobs = None if self.logprobs is None else tuple(t.to("cpu", non_blocking=True) for t in self.logprobs)
-        return Samples(self.tokens.to("cpu", non_blocking=True), logprobs)
-
     def to_host(self) -> tuple[list[int], list[Logprobs] | None]:
         """Waits for the device."""
         if self.logprobs is None:

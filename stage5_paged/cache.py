@@ -52,7 +52,7 @@ class PagedCacheManager:
         """Pages up to batch.ends for everyone, or OutOfPages and nothing taken; asking twice takes nothing more."""
         rows = batch.rows = np.array([self.rows[req.uid] for req in batch.reqs])
         need = self.pages_for(batch.ends) - self.held[rows]
-        short = need.nonzero()[0]
+        short = (need > 0).nonzero()[0]
         if not len(short):
             return
         rows, need = rows[short], need[short]

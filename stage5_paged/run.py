@@ -17,7 +17,7 @@ from stage2_req.sampling import SamplingParams
 from stage4_batch.build import build_engine as build_slots
 from stage5_paged.build import build_engine
 
-MEMORY, LONGEST, REQUESTS = 4096, 512, 96  # rows of the pool; tokens that a request may have; how many there are
+MEMORY, LONGEST, REQUESTS = 4096, 512, 72  # rows of the pool; tokens that a request may have; how many there are
 PAGE_SIZES, RESERVES = (1, 16, 64, 256), (1, 16, 32)
 
 

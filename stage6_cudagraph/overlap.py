@@ -51,9 +51,11 @@ class OverlapEngine(Engine):
         samples = self.launch(batch)
         if self.device.type == "cpu":
             return InFlight(batch, samples, samples, None)
-        on_host, copied = samples.copy_to_host(), torch.cuda.Event()
+        tensors = (samples.tokens, *(samples.logprobs or ()))
+        tokens, *logprobs = (tensor.to("cpu", non_blocking=True) for tensor in tensors)  # into pinned memory
+        copied = torch.cuda.Event()
         copied.record()
-        return InFlight(batch, samples, on_host, copied)
+        return InFlight(batch, samples, Samples(tokens, tuple(logprobs) or None), copied)
 
     def finish_step(self) -> list[Output]:
         if self.in_flight is None:

@@ -174,6 +174,7 @@ def test_extend_may_be_asked_twice(page_size):
         cache.extend(Batch([(req, req.extend_len)]))
     table, held = cache.table.copy(), held_pages(cache)
     cache.extend(batch := Batch([(req, req.extend_len) for req in reqs]))
+    cache.extend(Batch([(reqs[2], 3)]))  # fewer positions than it has pages for
     assert held_pages(cache) == held == sum(-(-n // page_size) for n in (5, 1, 8))
     assert np.array_equal(cache.table, table)
     assert len(batch.rows) == len(set(batch.rows.tolist())) == 3
