@@ -12,7 +12,7 @@ from torch import nn
 from common.config import UserError
 from common.device import resolve_device, resolve_dtype
 from common.kernels import ops, portable, select_kernels
-from common.kernels.cpu_linear import PackedLinear, pack_linears
+from common.kernels.cpu_linear import HalfBytesLinear, PackedLinear, pack_linears
 
 CPU = torch.device("cpu")
 HEADS = [(4, 4), (4, 2), (6, 1)]  # query heads, key and value heads
@@ -145,6 +145,29 @@ def test_a_packed_linear_is_a_linear(rows, bias):
     linear = nn.Linear(48, 80, bias=bias).requires_grad_(False)
     x = randn(rows, 48)
     torch.testing.assert_close(PackedLinear(linear)(x), F.linear(x, linear.weight, linear.bias), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="needs FBGEMM")
+@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_half_the_bytes_lose_nothing_of_a_bfloat16_weight(rows, bias):
+    """Float32 arithmetic on float16 weights: as far from float64 as plain float32 is."""
+    linear = nn.Linear(48, 80, bias=bias).requires_grad_(False)
+    linear.weight.copy_(linear.weight.bfloat16())
+    x, exact = randn(rows, 48), linear.weight.double()
+    expected = F.linear(x.double(), exact, linear.bias.double() if bias else None).float()
+    torch.testing.assert_close(HalfBytesLinear(linear)(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="needs FBGEMM")
+def test_only_weights_that_float16_holds_are_kept_in_it():
+    fits, finer, larger = (nn.Linear(8, 8, bias=False).requires_grad_(False) for _ in range(3))
+    fits.weight.copy_(fits.weight.bfloat16())
+    finer.weight.fill_(1 + 2.0**-12)
+    larger.weight.fill_(1e6)
+    module = nn.Sequential(fits, finer, larger)
+    pack_linears(module)
+    assert [isinstance(child, HalfBytesLinear) for child in module] == [True, False, False]
 
 
 def test_every_linear_of_a_module_is_packed():
