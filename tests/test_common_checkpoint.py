@@ -562,7 +562,7 @@ def test_loading_streams(tmp_path):
     load_config(str(tmp_path))  # so that no import counts
     ((peak, after),) = forked(watched_load)
     assert size > 190e6
-    assert after > 0.8 * size
+    assert after > 0.4 * size  # a CPU may keep the weights in float16
     assert peak < 1.7 * size  # one copy, and what packing its largest matrix takes
 
 

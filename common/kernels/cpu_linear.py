@@ -54,10 +54,13 @@ def pack_linears(module: nn.Module) -> None:
 def _pack(linear: nn.Linear) -> nn.Module:
     weight = linear.weight.detach()
     native = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if not native and "fbgemm" in torch.backends.quantized.supported_engines:
-        change = torch.sub(weight.half().float(), weight).abs().max()
-        if change <= LOSSLESS:
-            return HalfBytesLinear(linear)
+    if not native and "fbgemm" in torch.backends.quantized.supported_engines and _float16_holds(weight):
+        return HalfBytesLinear(linear)
     if native or (weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()):
         return PackedLinear(linear)
     return linear
+
+
+def _float16_holds(weight: Tensor) -> bool:
+    """Looked at in slices, for a weight can be a large part of the memory."""
+    return all((rows.half().float() - rows.float()).abs().max() <= LOSSLESS for rows in weight.split(1024))
