@@ -76,7 +76,7 @@ class Engine:
         progress: bool = False,
     ) -> list[Req]:
         """Run prompts (lists of token ids) to their end; returns their finished requests in the same order."""
-        if self.has_work():
+        if self.scheduler.has_work():
             raise UserError("generate needs an idle engine; step() the requests that are under way to their end first")
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)

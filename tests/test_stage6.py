@@ -176,6 +176,25 @@ def test_abort_of_a_request_in_flight(llama):
     assert engine.stats().usage == 0
 
 
+def test_an_interrupted_generate_leaves_a_usable_engine(llama, texts, monkeypatch):
+    """Also when a step is in flight: its tokens belong to nobody any more."""
+    engine, calls = build_engine(small(llama)), []
+    schedule = engine.scheduler.schedule
+
+    def interrupted():
+        calls.append(None)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return schedule()
+
+    monkeypatch.setattr(engine.scheduler, "schedule", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([llama.prompt(3)], SamplingParams(max_tokens=20))
+    req = engine.generate([llama.prompt(8)], SamplingParams(max_tokens=LONGEST))[0]
+    assert req.output_ids == texts[8, "greedy"]
+    assert engine.stats().usage == 0
+
+
 def test_penalties_see_the_whole_text(llama):
     """The penalty on a token must hold in the very next step."""
     params = SamplingParams(max_tokens=20, presence_penalty=2.0, frequency_penalty=2.0, logit_bias={3: 10.0})
