@@ -103,7 +103,11 @@ class Batch:
 class Output(NamedTuple):
     """One token of one request. finish_reason is set with the last."""
 
-    uid: int
+    req: Req
     token_id: int
     finish_reason: str | None = None
     logprobs: "Logprobs | None" = None
+
+    @property
+    def uid(self) -> int:
+        return self.req.uid

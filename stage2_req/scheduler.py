@@ -54,7 +54,7 @@ class FCFSScheduler:
                 req.logprobs.append(entry)
             if reason := req.reason_to_stop(token):
                 self.finish(req, reason)
-            outputs.append(Output(req.uid, token, reason, entry))
+            outputs.append(Output(req, token, reason, entry))
         return outputs
 
     def finish(self, req: Req, reason: str) -> None:
