@@ -80,9 +80,14 @@ class SamplingParams:
         return not self.deterministic and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @cached_property
+    def simple(self) -> bool:
+        """One draw from the raw logits is all it takes."""
+        return not self.filters and not self.adjusts and self.logprobs is None
+
+    @cached_property
     def greedy(self) -> bool:
         """One argmax over the raw logits is all it takes."""
-        return self.deterministic and not self.adjusts and self.logprobs is None
+        return self.deterministic and self.simple
 
 
 class Logprobs(NamedTuple):
@@ -146,9 +151,11 @@ class Sampler:
         if filtered:
             rows, logits = upload(np.array(filtered), device), logits.float()
             logits = logits.index_copy(0, rows, keep_likeliest(logits[rows], [params[i] for i in filtered]))
-        inv_temperature = np.array([0.0 if p.deterministic else 1 / p.temperature for p in params], np.float32)
-        numbers = np.vstack((inv_temperature.view(np.int32), noise_keys(reqs)))  # all are 32 bits wide: one upload
-        inv_temperature, low, high = upload(numbers, device)
+        return self.draw_raw(logits, upload(draw_numbers(reqs), device))
+
+    def draw_raw(self, logits: Tensor, numbers: Tensor) -> Tensor:
+        """Tokens [S] from softmax(logits / temperature), logits [S, V]; numbers [3, S] as `draw_numbers` makes them."""
+        inv_temperature, low, high = numbers
         return self.ops.gumbel_argmax(logits, inv_temperature.view(torch.float32), low, high)
 
     def logprobs(
@@ -181,6 +188,12 @@ def keep_likeliest(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     keep &= probs >= probs[:, :1] * column([p.min_p for p in params])
     keep[:, 0] = True
     return torch.full_like(logits, -math.inf).scatter_(-1, order, ordered.masked_fill(~keep, -math.inf))
+
+
+def draw_numbers(reqs: list[Req]) -> np.ndarray:
+    """What a draw needs of each request, [3, S] int32: the bits of its 1 / temperature (0: no noise), and its key."""
+    heat = [0.0 if req.params.deterministic else 1 / req.params.temperature for req in reqs]
+    return np.vstack((np.array(heat, np.float32).view(np.int32), noise_keys(reqs)))
 
 
 def noise_keys(reqs: list[Req]) -> np.ndarray:

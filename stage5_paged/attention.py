@@ -10,15 +10,19 @@ from stage4_batch.attention import SlotAttention
 
 class PagedAttention(SlotAttention):
     def __init__(self, kernels, pool, cache, device):
-        super().__init__(kernels, pool, cache, device)
-        self.block_size = cache.page_size
+        super().__init__(kernels, pool, cache, device, cache.page_size)
 
     def locate(self, rows: np.ndarray, positions: Tensor) -> Tensor:
         pages = self.cache.page_table[upload(rows, self.device), positions // self.block_size]
         return pages.long() * self.block_size + positions % self.block_size
 
     def find_blocks(self, batch: Batch) -> dict[str, Tensor]:
-        """The table's rows of the decodes [num_decode, pages], only as wide as the longest needs."""
-        d = batch.num_decode
-        width = self.cache.pages_for(int(batch.ends[:d].max()))
-        return {"block_table": self.cache.page_table[upload(batch.rows[:d], self.device), :width]}
+        return {"block_table": self.look_up(batch, slice(batch.num_decode))}
+
+    def find_context(self, batch: Batch) -> Tensor:
+        return self.look_up(batch, slice(batch.num_decode, None))
+
+    def look_up(self, batch: Batch, part: slice) -> Tensor:
+        """The table's rows of a part of the batch [B, pages], only as wide as the longest needs."""
+        width = self.cache.pages_for(int(batch.ends[part].max()))
+        return self.cache.page_table[upload(batch.rows[part], self.device), :width]

@@ -11,7 +11,7 @@ from stage5_paged.cache import PagedCacheManager
 from stage5_paged.scheduler import PagedScheduler
 from stage5_paged.sizing import pool_tokens
 from stage6_cudagraph.attention import StaticDecode  # NEW
-from stage6_cudagraph.graph_runner import GraphRunner  # NEW
+from stage6_cudagraph.graph_runner import GraphRunner, GraphSampler  # NEW
 from stage6_cudagraph.overlap import OverlapEngine  # NEW
 
 
@@ -20,10 +20,11 @@ def build_engine(config: EngineConfig) -> Engine:
     tokens, size = pool_tokens(m), m.config.page_size
     cache = PagedCacheManager(tokens // size, size, m.config.max_running, m.config.max_model_len, m.device)
     pool = KVCachePool(m, tokens + size)  # one page beyond the allocator's range takes what padding rows write
-    runner = ModelRunner(m.model, PagedAttention(m.kernels, pool, cache, m.device))
+    runner, sampler = ModelRunner(m.model, PagedAttention(m.kernels, pool, cache, m.device)), Sampler(m.kernels.ops)
     if m.config.graph:
         largest = min(m.config.graph_max_batch, m.config.max_running)
-        runner = GraphRunner(runner, StaticDecode(runner.attention, largest), largest)
+        runner = GraphRunner(runner, StaticDecode(runner.attention), sampler, largest)
+        sampler = GraphSampler(runner)
     engine = OverlapEngine if m.config.overlap else Engine
     scheduler = PagedScheduler(cache, m.config.max_batch_tokens)
-    return engine(m.model.config, scheduler, cache, runner, Sampler(m.kernels.ops), m.device, config.seed)
+    return engine(m.model.config, scheduler, cache, runner, sampler, m.device, config.seed)

@@ -8,13 +8,16 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from common.config import UserError
-from stage2_req.req import Batch
+from common.device import pin
+from stage2_req.req import Batch, Req
 from stage2_req.runner import ModelRunner
+from stage2_req.sampling import Sampler, Samples, draw_numbers
 from stage6_cudagraph.attention import StaticDecode
 
 
@@ -26,14 +29,19 @@ def graph_sizes(max_batch: int) -> list[int]:
 class GraphRunner:
     """Replays a graph where a step is all decode and small enough; hands everything else to the eager runner.
 
+    The recorded step ends with a draw from its own logits. `GraphSampler` takes those tokens where the requests ask for
+    no more than that, and then nothing lies between a step and the next but one upload.
+
     Without a GPU the recorded function is called instead: same buffers, same padding, no speed.
     """
 
-    def __init__(self, eager: ModelRunner, attention: StaticDecode, max_batch: int):
-        self.eager, self.model, self.attention = eager, eager.model, attention
-        self.device, self.sizes = attention.device, graph_sizes(max_batch)
-        self.input_ids = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
+    def __init__(self, eager: ModelRunner, attention: StaticDecode, sampler: Sampler, max_batch: int):
+        self.eager, self.model, self.attention, self.sampler = eager, eager.model, attention, sampler
+        self.device, self.sizes = eager.device, graph_sizes(max_batch)
+        self.ids = torch.zeros(max_batch, dtype=torch.int64, device=self.device)  # newest tokens in, next tokens out
+        self.numbers = torch.zeros(5 * max_batch, dtype=torch.int32, device=self.device)
         self.logits: dict[int, Tensor] = {}  # size -> [size, V]
+        self.drawn: Tensor | None = None  # the last logits, if self.ids holds the draws from them
         self.num_replays = 0
         self.memory = 0  # bytes that recording took
         self.graphs = self.capture_all()
@@ -44,17 +52,37 @@ class GraphRunner:
         if count > self.sizes[-1] or batch.num_decode < count or len(batch.sampled) < count:
             return self.eager.run(batch)
         size = self.sizes[bisect_left(self.sizes, count)]
-        self.attention.fill(batch, size)
-        self.input_ids[:count] = batch.input_ids
+        simple = all(req.params.simple for req in batch.reqs)
+        self.fill(batch, size, simple)
         self.graphs[size]()
         self.num_replays += 1
-        return self.logits[size][:count]
+        logits = self.logits[size][:count]
+        self.drawn = logits if simple else None
+        return logits
+
+    def buffers(self, size: int) -> Tensor:
+        """Positions, table rows, and the three numbers of a draw, [5, size]: the head of the memory, so that one copy fills it."""
+        return self.numbers[: 5 * size].view(5, size)
+
+    def fill(self, batch: Batch, size: int, simple: bool) -> None:
+        """The batch into the static buffers, padding behind it up to `size`."""
+        count, host = len(batch.reqs), np.zeros((5, size), np.int32)
+        host[0, :count] = batch.starts
+        host[1] = -1
+        host[1, :count] = batch.rows
+        if simple:
+            host[2:, :count] = draw_numbers(batch.reqs)
+        self.buffers(size).copy_(pin(host, self.device), non_blocking=True)
+        if batch.input_ids.data_ptr() != self.ids.data_ptr():  # else they are what the last replay has drawn
+            self.ids[:count] = batch.input_ids
 
     def step(self, size: int) -> None:
         """What is recorded: one decode step of `size` rows, from static buffers to static buffers."""
-        self.attention.plan(size)
-        hidden = self.model(self.input_ids[:size], self.attention.positions, self.attention)
+        positions, rows, *numbers = self.buffers(size)
+        self.attention.plan(positions, rows)
+        hidden = self.model(self.ids[:size], positions, self.attention)
         self.logits[size] = self.model.head(hidden)
+        self.ids[:size] = self.sampler.draw_raw(self.logits[size], numbers)
 
     @torch.inference_mode()
     def capture_all(self) -> dict[int, Callable[[], None]]:
@@ -79,3 +107,16 @@ class GraphRunner:
         self.memory = free - torch.cuda.mem_get_info(self.device)[0]
         tqdm.write(f"{len(graphs)} graphs, {time.perf_counter() - start:.1f} s, {self.memory / 2**30:.2f} GiB")
         return graphs
+
+
+class GraphSampler:
+    """Stage 2's sampler, less the work that the last replay has done already."""
+
+    def __init__(self, runner: GraphRunner):
+        self.runner = runner
+
+    def __call__(self, logits: Tensor, reqs: list[Req]) -> Samples:
+        """logits [S, V] -> one token for each of S requests; those of a replay stay valid until the next one."""
+        if logits is self.runner.drawn:
+            return Samples(self.runner.ids[: len(reqs)])
+        return self.runner.sampler(logits, reqs)

@@ -49,12 +49,12 @@ class OverlapEngine(Engine):
 
     def send(self, batch: Batch) -> InFlight:
         samples = self.launch(batch)
-        if self.device.type == "cpu":
-            return InFlight(batch, samples, samples, None)
         tensors = (samples.tokens, *(samples.logprobs or ()))
-        tokens, *logprobs = (tensor.to("cpu", non_blocking=True) for tensor in tensors)  # into pinned memory
-        copied = torch.cuda.Event()
-        copied.record()
+        tokens, *logprobs = (tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors)  # into pinned memory
+        copied = None
+        if self.device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record()
         return InFlight(batch, samples, Samples(tokens, tuple(logprobs) or None), copied)
 
     def finish_step(self) -> list[Output]:

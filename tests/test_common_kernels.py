@@ -114,6 +114,21 @@ def test_kvcache(lens, layout, heads, new, causal):
     assert out.shape == q.shape
     for b in range(len(lens)):
         torch.testing.assert_close(out[b], naive(q[b], k[b], v[b], causal), **TOLERANCE)
+    if min(lens) >= new:  # the new tokens' K and V taken away, and given to the function to store
+        fresh, stored = ([x[b][-new:] for b in range(len(lens))] for x in (k, v)), (k_cache.clone(), v_cache.clone())
+        for b, n in enumerate(lens):
+            for row in range(n - new, n):
+                if "block_table" in where:
+                    at = where["block_table"][b, row // k_cache.shape[1]], row % k_cache.shape[1]
+                else:
+                    at = slots[b], row
+                k_cache[at] = v_cache[at] = 1e3
+        fresh = (torch.stack(x) for x in fresh)
+        again = portable.flash_attn_with_kvcache(
+            q, k_cache, v_cache, *fresh, cache_seqlens=seqlens - new, causal=causal, **where
+        )
+        assert torch.equal(again, out)
+        assert torch.equal(k_cache, stored[0]) and torch.equal(v_cache, stored[1])
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ if INTERPRET:  # this Triton's interpreter takes int() of arrays of one element,
 
     interpreter._patch_lang_tensor = patch_index
 
-from common.kernels import ops, portable, triton_decode, triton_linear, triton_ops, triton_sample
+from common.kernels import ops, portable, triton_decode, triton_linear, triton_ops, triton_prefill, triton_sample
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu"] if INTERPRET else [pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
@@ -72,7 +72,7 @@ def decode_case(lens, page, dim, groups, heads_kv, device, width=None):
 
 
 def decode(q, k, v, lens, table):
-    return triton_decode.flash_attn_with_kvcache(q, k, v, lens, block_table=table, causal=True)
+    return triton_decode.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, block_table=table, causal=True)
 
 
 def decode_reference(q, k, v, lens, table):
@@ -82,7 +82,9 @@ def decode_reference(q, k, v, lens, table):
         if n:
             pages = table[b, : -(-n // page)]
             rows = [cache[pages].flatten(0, 1)[None, :n].double().cpu() for cache in (k, v)]
-            out[b] = portable.flash_attn_with_kvcache(q[b : b + 1].double().cpu(), *rows, lens[b : b + 1].cpu())[0]
+            out[b] = portable.flash_attn_with_kvcache(
+                q[b : b + 1].double().cpu(), *rows, cache_seqlens=lens[b : b + 1].cpu()
+            )[0]
     return out.to(q.device)
 
 
@@ -115,9 +117,29 @@ def test_decode_from_slots(device):
     k, v = random(2, 4, 200, 2, 64, device=device)
     q, lens = random(3, 1, 4, 64, device=device, seed=1), torch.tensor([200, 1, 77], dtype=torch.int32, device=device)
     for slots in (torch.tensor([3, 0, 2], device=device), None):
-        got = triton_decode.flash_attn_with_kvcache(q, k, v, lens, cache_batch_idx=slots)
+        got = triton_decode.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, cache_batch_idx=slots)
         rows = [t.float()[[0, 1, 2] if slots is None else slots] for t in (k, v)]
-        close(got, portable.flash_attn_with_kvcache(q.float(), *rows, lens), device)
+        close(got, portable.flash_attn_with_kvcache(q.float(), *rows, cache_seqlens=lens), device)
+
+
+@everywhere
+@pytest.mark.parametrize("per_sm", [4, 16])
+@pytest.mark.parametrize("page, dim, groups", [(1, 64, 4), (16, 128, 2), (3, 80, 1), (256, 16, 3)])
+def test_decode_appends_the_new_token(page, dim, groups, per_sm, device, monkeypatch):
+    """Given K and V of the new token it stores them, and the answer is as if they had been there."""
+    monkeypatch.setattr(triton_decode, "PROGRAMS_PER_SM", per_sm)
+    q, k, v, lens, table = decode_case([1, page, page + 1, 90, 400], page, dim, groups, 2, device)
+    expected, stored = decode_reference(q, k, v, lens, table), (k.clone(), v.clone())
+    heads = random(len(lens), 6, dim, device=device, seed=2)
+    new = heads[:, 2:4, None].transpose(1, 2), heads[:, 4:, None].transpose(1, 2)  # views of a fused projection
+    for b, n in enumerate(lens.tolist()):
+        at = table[b, (n - 1) // page], (n - 1) % page
+        for cache, fresh in zip((k, v), new, strict=True):
+            fresh[b, 0] = cache[at]
+            cache[at] = 1e3
+    got = triton_decode.flash_attn_with_kvcache(q, k, v, *new, cache_seqlens=lens - 1, block_table=table, causal=True)
+    close(got, expected, device)
+    assert torch.equal(k, stored[0]) and torch.equal(v, stored[1])
 
 
 @pytest.mark.gpu
@@ -146,6 +168,36 @@ def test_decode_from_a_pool_beyond_32_bits():
     q, lens = random(2, 1, 16, 128, device="cuda", seed=1), torch.tensor([500, 499], dtype=torch.int32, device="cuda")
     table = torch.arange(rows - 500, rows, dtype=torch.int32, device="cuda").expand(2, -1)
     close(decode(q, k, k, lens, table), decode_reference(q, last, last, lens, table - (rows - 500)), "cuda")
+
+
+@everywhere
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("page", [None, 1, 16, 256])
+@pytest.mark.parametrize("dim, groups", [(64, 3), (128, 1), (80, 2)])
+def test_prefill(dim, groups, page, causal, device):
+    """Whole prompts, chunks with context before them, and single tokens, laid end to end; keys from pages or flat."""
+    lens = [(1, 1), (5, 5), (70, 70), (3, 90), (1, 40), (33, 200), (150, 151)]  # (new, all)
+    new, every = zip(*lens, strict=True)
+    q = random(sum(new), (groups + 2) * 2, dim, device=device, seed=1)[
+        :, : groups * 2
+    ]  # a view of the fused projection
+    cu_q, cu_k = (torch.tensor([0, *n], device=device).cumsum(0, dtype=torch.int32) for n in (new, every))
+    if page is None:
+        keys, table = random(2, sum(every), 2, dim, device=device), None
+        sequences = [keys[:, begin:end] for begin, end in zip(cu_k[:-1].tolist(), cu_k[1:].tolist(), strict=True)]
+    else:
+        _, *keys, _, table = decode_case(every, page, dim, groups, 2, device)
+        used = [-(-n // page) for n in every]
+        sequences = [
+            [x[table[b, :count]].flatten(0, 1)[:n] for x in keys]
+            for b, (count, n) in enumerate(zip(used, every, strict=True))
+        ]
+    got = triton_prefill.flash_attn_varlen_func(q, *keys, cu_q, cu_k, max(new), max(every), causal, table)
+    want = [
+        portable.attend(q[begin:end].double().cpu(), *(x.double().cpu() for x in sequence), causal)
+        for sequence, begin, end in zip(sequences, cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True)
+    ]
+    close(got, torch.cat(want).to(device), device)
 
 
 @everywhere

@@ -4,7 +4,6 @@
 """
 
 import importlib.util
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -24,40 +23,39 @@ class Kernels:
     flash_attn_varlen_func: Callable
     flash_attn_with_kvcache: Callable
     ops: ModuleType = ops  # the small operations
+    block_multiple: int = 1  # a page, or a slot, is to be a multiple of this, in tokens
 
 
 def select_kernels(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
     """Who computes. Raises UserError for what can't run here.
 
-    portable: PyTorch for everything. flash: flash-attn for both functions (pages of 256). triton: our own decode
-    kernel, for pages of any size; flash-attn for prefill where it can run. auto: triton on a GPU, else portable.
+    portable: PyTorch for everything. triton: our own kernels, for pages of any size. flash: flash-attn for both
+    functions, to compare with. auto: triton on a GPU, else portable.
     """
     if name not in KERNELS:
         raise UserError(f"attention kernel {name!r} is unknown; use {', '.join(KERNELS)}")
-    obstacles = {"flash": _flash_obstacle(device, dtype, head_dim), "triton": _triton_obstacle(device)}
+    obstacle = _triton_obstacle(device)
     if name == "auto":
-        name = "portable" if obstacles["triton"] else "triton"
-    if obstacle := obstacles.get(name):
-        raise UserError(f"--attn {name} needs {obstacle}; use --attn portable")
+        name = "portable" if obstacle else "triton"
     if name == "portable":
         return Kernels(name, portable.flash_attn_varlen_func, portable.flash_attn_with_kvcache)
-    prefill, fused = portable, ops
-    if not obstacles["flash"]:
-        from common.kernels import flash as prefill
-    else:
-        warnings.warn(f"prefill runs on PyTorch's attention: flash-attn needs {obstacles['flash']}", stacklevel=2)
-    if not obstacles["triton"]:
-        from common.kernels import triton_ops as fused
     if name == "flash":
-        return Kernels(name, prefill.flash_attn_varlen_func, prefill.flash_attn_with_kvcache, fused)
-    from common.kernels.triton_decode import flash_attn_with_kvcache
+        obstacle = obstacle or _flash_obstacle(device, dtype, head_dim)
+    if obstacle:
+        raise UserError(f"--attn {name} needs {obstacle}; use --attn portable")
+    from common.kernels import triton_ops
 
-    return Kernels(name, prefill.flash_attn_varlen_func, flash_attn_with_kvcache, fused)
+    if name == "flash":
+        from common.kernels import flash
+
+        return Kernels(name, flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache, triton_ops, 256)
+    from common.kernels.triton_decode import flash_attn_with_kvcache
+    from common.kernels.triton_prefill import flash_attn_varlen_func
+
+    return Kernels(name, flash_attn_varlen_func, flash_attn_with_kvcache, triton_ops)
 
 
 def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    if device.type != "cuda":
-        return "a GPU"
     if dtype not in (torch.float16, torch.bfloat16):
         return "dtype float16 or bfloat16"
     if importlib.util.find_spec("flash_attn") is None:

@@ -29,8 +29,9 @@ def flash_attn_varlen_func(
         if block_table is None:
             out[rows] = attend(q[rows], k[keys], v[keys], causal)
         else:
-            table, n = block_table[b], keys.stop - keys.start
-            out[rows] = attend(q[rows], k[table].flatten(0, 1)[:n], v[table].flatten(0, 1)[:n], causal)
+            n = keys.stop - keys.start
+            pages = block_table[b, : -(-n // k.shape[1])]
+            out[rows] = attend(q[rows], *(cache[pages].flatten(0, 1)[:n] for cache in (k, v)), causal)
     return out
 
 
@@ -50,18 +51,31 @@ def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
     cache_seqlens: Tensor,
     cache_batch_idx: Tensor | None = None,
     block_table: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Attention of a few new tokens a request over its cache, in which their K and V have been stored already.
+    """Attention of a few new tokens a request over its cache.
 
     q [B, Sq, Hq, D]. Caches are [slots, max_len, Hkv, D] (request b in slot cache_batch_idx[b], or b), or pages
     [num_pages, page_size, Hkv, D] with block_table [B, P] int32. cache_seqlens [B] int32 counts the rows of each
-    request, the new ones included. Returns [B, Sq, Hq, D].
+    request, those of the new tokens included if they have been stored before. Otherwise k and v [B, Sq, Hkv, D] are
+    appended to the cache here. Returns [B, Sq, Hq, D].
     """
     batch, sq, heads, _ = q.shape
+    if k is not None:
+        rows = cache_seqlens[:, None] + torch.arange(sq, device=q.device)  # [B, Sq]
+        if block_table is None:
+            slots = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
+            where = slots[:, None], rows
+        else:
+            where = block_table.gather(1, rows // k_cache.shape[1]), rows % k_cache.shape[1]
+        k_cache[where], v_cache[where] = k, v
+        cache_seqlens = cache_seqlens + sq
     lens = None if q.is_cuda else cache_seqlens.tolist()  # reading them back would stall a GPU
     if block_table is not None:
         k, v = (

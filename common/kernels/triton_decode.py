@@ -28,22 +28,28 @@ def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
     cache_seqlens: Tensor,
     cache_batch_idx: Tensor | None = None,
     block_table: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Attention of one new token a request over its cache, in which its K and V have been stored already.
+    """Attention of one new token a request over its cache.
 
     q [B, 1, Hq, D], its last dimension contiguous. Caches are [slots, max_len, Hkv, D] (request b in slot
     cache_batch_idx[b], or b), or pages [num_pages, page_size, Hkv, D] of any size with block_table [B, P] int32.
-    cache_seqlens [B] int32 counts the rows of each request, the new one included; a request of length 0 reads nothing
-    and gets zeros. `causal` changes nothing for a single query. Returns [B, 1, Hq, D].
+    cache_seqlens [B] int32 counts the rows of each request, that of the new token included if it has been stored
+    before. Otherwise k and v [B, 1, Hkv, D] are appended to the cache here, by the program that holds them in registers
+    anyway. A request without any row gets zeros. `causal` changes nothing for a single query. Returns [B, 1, Hq, D].
     """
     batch, queries, heads, dim = q.shape
     page_size, heads_kv = k_cache.shape[1:3]
     assert queries == 1, "one query token a request"
     assert k_cache.stride() == v_cache.stride() and q.stride(3) == k_cache.stride(3) == 1
+    if k is not None:
+        assert k.stride() == v.stride() and k.stride(3) == 1
     if block_table is None:  # a slot is one long page
         slots = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
         block_table = slots[:, None]
@@ -55,9 +61,9 @@ def flash_attn_with_kvcache(
     weight = partial if splits == 1 else partial.new_empty((batch, heads, splits))
     padded_dim = max(16, triton.next_power_of_2(dim))
     _attend[(heads_kv, batch, splits)](
-        q, k_cache, v_cache, block_table, cache_seqlens, partial, weight, splits, dim**-0.5 * 1.4426950408889634,
-        q.stride(0), q.stride(2), *k_cache.stride()[:3], block_table.stride(0),
-        PAGE=page_size, GROUP=heads // heads_kv, ROWS=max(16, triton.next_power_of_2(heads // heads_kv)), DIM=dim,
+        q, k_cache, v_cache, k, v, block_table, cache_seqlens, partial, weight, splits, dim**-0.5 * 1.4426950408889634,
+        q.stride(0), q.stride(2), *k_cache.stride()[:3], *((0, 0) if k is None else (k.stride(0), k.stride(2))),
+        block_table.stride(0), PAGE=page_size, GROUP=heads // heads_kv, ROWS=max(16, triton.next_power_of_2(heads // heads_kv)), DIM=dim,
         PADDED_DIM=padded_dim, BLOCK=BLOCK, MIN_CHUNK=MIN_CHUNK, WHOLE=splits == 1,
         num_warps=WARPS if q.element_size() == 2 else 4, num_stages=STAGES if q.element_size() == 2 else 2, **pdl(q.device),
     )  # fmt: skip
@@ -81,8 +87,8 @@ def _num_splits(pairs: int, max_len: int, num_sms: int) -> int:
 
 @triton.jit(do_not_specialize=["splits"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, out_ptr, weight_ptr, splits, scale,
-    q_batch, q_head, kv_page, kv_row, kv_head, table_row,
+    q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr, table_ptr, lens_ptr, out_ptr, weight_ptr, splits, scale,
+    q_batch, q_head, kv_page, kv_row, kv_head, new_batch, new_head, table_row,
     PAGE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK: tl.constexpr, MIN_CHUNK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +110,7 @@ def _attend(
     index = request * (tl.num_programs(0) * GROUP) + query
     if not WHOLE:
         index = index * splits + split
-        if begin >= end:
+        if (begin >= end) & ((new_k_ptr is None) | (split > 0)):
             tl.store(weight_ptr + index, float("-inf"), mask=group < GROUP)
             return
 
@@ -118,6 +124,16 @@ def _attend(
     top = tl.full([ROWS], float("-inf"), tl.float32)  # the online softmax: maximum, sum, and weighted values so far
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    if new_k_ptr is not None:  # noqa: SIM102 (known when compiled; the next is not)
+        if split == 0:  # the new token: into the cache, and first in the softmax, without a way back from memory
+            at = request * new_batch + head * new_head + dims
+            k, v = tl.load(new_k_ptr + at, mask=is_dim, other=0.0), tl.load(new_v_ptr + at, mask=is_dim, other=0.0)
+            at = tl.load(table_ptr + length // PAGE).to(tl.int64) * kv_page + length % PAGE * kv_row + dims
+            tl.store(k_ptr + at, k, mask=is_dim)
+            tl.store(v_ptr + at, v, mask=is_dim)
+            top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+            total += 1
+            acc += v.to(tl.float32)[None, :]
     rows = begin + tl.arange(0, BLOCK)
     pages = tl.load(table_ptr + rows // PAGE, mask=rows < end, other=0)
     for _ in range(begin, end, BLOCK):

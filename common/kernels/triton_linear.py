@@ -45,8 +45,17 @@ class Config(NamedTuple):
 
 # Measured on an H200 where it beats the rule: (N, K) -> {most rows: tiles}; None: cuBLAS was faster than any that was tried.
 TUNED: dict[tuple[int, int], dict[int, Config | None]] = {
-    (1024, 2048): {256: Config(64, 32, 128, 1, ahead=8)},
-    (1024, 3072): {128: Config(64, 32, 128, 4), 256: Config(64, 64, 128, 2, ahead=8)},
+    (4096, 1024): {64: Config(32, 64, 256, 1, True)},
+    (1024, 2048): {
+        64: Config(16, 64, 256, 1, True),
+        128: Config(64, 64, 128, 2, ahead=8),
+        256: Config(64, 64, 128, 1, ahead=8),
+    },
+    (1024, 3072): {
+        64: Config(16, 64, 256, 2, True),
+        128: Config(64, 64, 128, 2, ahead=8),
+        256: Config(64, 64, 128, 2, ahead=8),
+    },
     (6144, 1024): {256: Config(64, 64, 64, 1)},
     (6144, 4096): {128: None, 256: None},
     (4096, 4096): {64: None, 128: None},
@@ -62,7 +71,7 @@ TUNED: dict[tuple[int, int], dict[int, Config | None]] = {
 def choose(rows: int, cols: int, depth: int) -> Config | None:
     """Tiles for x [rows, depth] @ weight [cols, depth].T, or None where cuBLAS is to do it."""
     limit = next((n for n in (16, 32, 64, 128, MAX_ROWS) if rows <= n), None)
-    if limit is None or cols > MAX_COLS or 128 < rows <= 160:  # a third block of 64 rows, mostly empty, does not pay
+    if limit is None or cols > MAX_COLS:
         return None
     tuned = TUNED.get((cols, depth), {})
     return tuned[limit] if limit in tuned else _rule(limit, cols, depth)
