@@ -1,4 +1,4 @@
-"""How near the Triton kernels come to what the card can read: `python -m common.kernels.bench_gpu [--json PATH]`.
+"""How near the Triton kernels come to what the card can read: `python -m common.kernels.bench_gpu [--save]`.
 
 Everything is timed inside CUDA graphs, so launches cost what they cost in the engine, and over inputs that change from
 call to call until they fill several L2 caches, so that small sizes are not measured from the cache.
@@ -6,23 +6,25 @@ call to call until they fill several L2 caches, so that small sizes are not meas
 
 import argparse
 import importlib.util
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle, islice, pairwise, product
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
-from common.kernels import ops, triton_decode, triton_linear, triton_ops, triton_sample
+from common import report
+from common.kernels import ops, triton_decode, triton_linear, triton_ops, triton_prefill, triton_sample
 
 SPAN = 2**28  # bytes that the inputs of one measurement span at least: 4 or 5 times the L2 cache of an H200
 BATCHES, CONTEXTS, HEADS, HEADS_KV, DIM = (1, 16, 64, 256), (512, 2048, 8192), (16, 32), 8, 128
 SHAPES = ((1024, 3072, 16), (4096, 14336, 32))  # hidden size, intermediate size, query heads: Qwen3-0.6B, Llama-3-8B
 ROWS = (1, 8, 64, 128, 256)  # of a linear layer's input
+STAGE = Path(__file__).parents[2] / "stage6_cudagraph" / "run.py"  # whose kernels these are
 TOKENS, VOCAB, DTYPE = (1, 256, 8192), 151936, torch.bfloat16
 
 
@@ -85,6 +87,39 @@ def decode_rows() -> Iterator[dict]:
         for name, function, page in kernels:
             size, calls = decode_calls(function, batch, context, heads, page)
             yield row(name, f"{batch} x {context}, {heads}/{HEADS_KV} heads", size, calls)
+
+
+def prefill_rows() -> Iterator[dict]:
+    """(new tokens, with their context) of each request; beside ours flash-attn, which gets the context copied together."""
+    cases = {
+        "32 prompts of 512": [(512, 512)] * 32,
+        "8 prompts of 2,048": [(2048, 2048)] * 8,
+        "1 prompt of 8,192": [(8192, 8192)],
+        "64 x 128 after 2,048": [(128, 2176)] * 64,
+    }
+    heads = HEADS[0]
+    for name, lens in cases.items():
+        new, every = (np.array(x) for x in zip(*lens, strict=True))
+        cu_q, cu_k = (torch.tensor([0, *n.cumsum()], dtype=torch.int32, device="cuda") for n in (new, every))
+        bounds = (cu_q, cu_k, int(new.max()), int(every.max()))
+        q = torch.randn(new.sum(), heads, DIM, dtype=DTYPE, device="cuda")
+        pools = torch.randn(2, every.sum(), 1, HEADS_KV, DIM, dtype=DTYPE, device="cuda")
+        flat, table = pools[:, :, 0], None
+        if every.sum() > new.sum():  # keys lie in pages of one token, here in order
+            table = torch.arange(every.sum(), dtype=torch.int32, device="cuda").view(len(lens), -1)
+        keys = flat if table is None else pools
+        call = partial(triton_prefill.flash_attn_varlen_func, q, *keys, *bounds, causal=True, block_table=table)
+        t = seconds([call], 3)
+        line = {"what": "prefill", "size": name, "us": 1e6 * t}
+        line["flops_per_s"] = float((4 * new * (every - new / 2)).sum() * heads * DIM / t)
+        if importlib.util.find_spec("flash_attn"):
+            from flash_attn import flash_attn_varlen_func
+
+            rows = torch.arange(len(flat[0]), device="cuda")
+            copied = lambda: flat if table is None else [x[rows] for x in flat]  # noqa: E731, B023
+            plain = lambda: flash_attn_varlen_func(q, *copied(), *bounds, causal=True)  # noqa: E731, B023
+            line["plain_us"] = 1e6 * seconds([plain], 3)
+        yield line
 
 
 def plain_qk_norm_rope(
@@ -178,25 +213,25 @@ def linear_rows() -> Iterator[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="write the measurements to this file")
+    parser.add_argument("--save", action="store_true", help="write the record to stage 6's results/")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is nothing to measure without a CUDA device")
     peak = peak_bandwidth()
     torch.cuda.empty_cache()
-    rows = [*decode_rows(), *op_rows(), *linear_rows(), *sampler_rows()]
-    if args.json:
-        versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
-        record = {"device": torch.cuda.get_device_name(), "versions": versions, "peak_bytes_per_s": peak, "rows": rows}
-        with open(args.json, "w") as file:
-            json.dump(record, file, indent=1)
+    rows = [*decode_rows(), *prefill_rows(), *op_rows(), *linear_rows(), *sampler_rows()]
+    if args.save:
+        report.save(STAGE, "kernels", args, {"peak_bytes_per_s": peak, "rows": rows})
     print(
-        f"{torch.cuda.get_device_name()}: {peak / 1e9:,.0f} GB/s. plain: ops.py, cuBLAS, or argmax beside the sampler"
+        f"{torch.cuda.get_device_name()}: {peak / 1e9:,.0f} GB/s. plain: ops.py, cuBLAS, flash-attn, or argmax beside the sampler"
     )
     print(f"{'what':<26}{'size':<36}{'us':>9}{'GB/s':>8}{'share':>7}{'plain us':>10}")
     for line in rows:
-        rate, plain = line["bytes_per_s"], f"{line['plain_us']:10.1f}" if "plain_us" in line else ""
-        print(f"{line['what']:<26}{line['size']:<36}{line['us']:9.1f}{rate / 1e9:8,.0f}{rate / peak:7.0%}{plain}")
+        plain = f"{line['plain_us']:10.1f}" if "plain_us" in line else ""
+        rate = f"{line['flops_per_s'] / 1e12:6,.0f} TFLOP/s" if "flops_per_s" in line else ""
+        if "bytes_per_s" in line:
+            rate = f"{line['bytes_per_s'] / 1e9:8,.0f}{line['bytes_per_s'] / peak:7.0%}"
+        print(f"{line['what']:<26}{line['size']:<36}{line['us']:9.1f}{rate}{plain}")
 
 
 if __name__ == "__main__":
