@@ -28,6 +28,9 @@ FLAGS = {
     "graph": (bool, "replay decode steps from CUDA graphs"),
     "graph_max_batch": (int, "requests in the largest CUDA graph"),
     "overlap": (bool, "schedule the next step while the device computes this one"),
+    "radix": (bool, "keep the prefixes of earlier requests and share them"),
+    "tp": (int, "ranks that share the model (tensor parallelism)"),
+    "order": (str, "of the waiting queue: fcfs, or prefix for the longest known prefix first"),
     "seed": (int, "decides the draws of requests that bring no seed"),
 }
 COMMON = ("model", "device", "dtype", "attn", "max_model_len", "seed", "save")

@@ -87,6 +87,7 @@ DUMMY_MODELS = {
     "smollm2-135m": ModelConfig(49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, 100000.0, tie_embeddings=True),
     "qwen3-0.6b": ModelConfig(151936, 1024, 3072, 28, 16, 8, 128, 40960, 1e-6, 1e6, tie_embeddings=True, qk_norm=True),
     "llama3-8b": ModelConfig(128256, 4096, 14336, 32, 32, 8, 128, 8192, 1e-5, 500000.0),
+    "qwen3-32b": ModelConfig(151936, 5120, 25600, 64, 64, 8, 128, 40960, 1e-6, 1e6, qk_norm=True),
 }
 
 
@@ -111,12 +112,20 @@ class EngineConfig:
     graph: bool | None = None  # replay decode steps from CUDA graphs; on a CPU, call what would be recorded
     graph_max_batch: int = 256  # requests in the largest of them
     overlap: bool = True  # schedule the next step while the device computes this one
+    radix: bool = True  # keep the prefixes of earlier requests and share them
+    order: str = "fcfs"  # of the waiting queue: fcfs (first come, first served) | prefix (longest known prefix first)
+    tp: int = 1  # ranks that share the model (tensor parallelism)
 
     def __post_init__(self):
         for name in ("max_model_len", "max_running", "max_batch_tokens", "page_size", "kv_tokens", "graph_max_batch"):
             if (value := getattr(self, name)) is not None:
                 check_range(name, value, 1)
         check_range("memory_fraction", self.memory_fraction, 0, 1, open_low=True)
+        if self.order not in ("fcfs", "prefix"):
+            raise UserError(f"order {self.order!r} is unknown; use fcfs or prefix")
+        if self.order == "prefix" and not self.radix:
+            raise UserError("order prefix needs the prefix cache; leave out --no-radix")
+        check_range("tp", self.tp, 1)
 
     def resolve(self, device_type: str, max_position: int) -> "EngineConfig":
         """With the device's defaults in place of None."""

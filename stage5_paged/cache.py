@@ -37,13 +37,17 @@ class PagedCacheManager:
     def allocate(self, n: int) -> np.ndarray:
         return self.allocator.alloc(n)
 
-    def admit(self, req: Req) -> bool:
-        """Is there room for all known tokens, and some head-room for everyone who already runs?
-
-        What the request may generate later is not reserved: if pages run out then, somebody is retracted.
-        """
+    def has_room(self, pages: int) -> bool:
+        """For one more request that needs so many pages, and some head-room for everyone who already runs?"""
         head_room = len(self.rows) * self.pages_for(self.reserve)
-        if not self.free_rows or self.pages_for(req.device_len) + head_room > self.available():
+        return bool(self.free_rows) and pages + head_room <= self.available()
+
+    def admit(self, req: Req) -> bool:
+        """Is there room for all known tokens? What the request may generate later is not reserved.
+
+        If pages run out then, somebody is retracted.
+        """
+        if not self.has_room(self.pages_for(req.device_len)):
             return False
         self.rows[req.uid], req.cached_len = self.free_rows.pop(), 0
         return True
@@ -64,8 +68,9 @@ class PagedCacheManager:
     def write(self, rows: np.ndarray, columns: np.ndarray, pages: np.ndarray) -> None:
         """Set entries of the table and of its mirror; one upload, whatever their number."""
         self.table[rows, columns] = pages
-        entries, pages = upload(np.stack((rows * self.table.shape[1] + columns, pages)), self.device)
-        self.page_table.view(-1).index_copy_(0, entries, pages.int())
+        entries = rows * self.table.shape[1] + columns  # int64; as a pair of int32 it travels together with the pages
+        both = upload(np.concatenate((entries.view(np.int32), pages)), self.device)
+        self.page_table.view(-1).index_copy_(0, both[: -len(pages)].view(torch.int64), both[-len(pages) :])
 
     def commit(self, batch: Batch) -> None:
         for req, end in zip(batch.reqs, batch.ends.tolist(), strict=True):
