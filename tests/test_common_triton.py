@@ -107,7 +107,8 @@ def test_decode_of_odd_shapes(dim, groups, device):
 @everywhere
 @pytest.mark.parametrize("per_sm", [1, 16])
 def test_decode_does_not_depend_on_the_number_of_splits(per_sm, device, monkeypatch):
-    monkeypatch.setattr(triton_decode, "PROGRAMS_PER_SM", per_sm)
+    monkeypatch.setattr(triton_decode, "FEW", (per_sm, 64))
+    monkeypatch.setattr(triton_decode, "MANY", (per_sm, 64))
     case = decode_case([1000, 0, 129, 128, 17], 16, 64, 2, 1, device, width=400)
     close(decode(*case), decode_reference(*case), device)
 
@@ -127,7 +128,8 @@ def test_decode_from_slots(device):
 @pytest.mark.parametrize("page, dim, groups", [(1, 64, 4), (16, 128, 2), (3, 80, 1), (256, 16, 3)])
 def test_decode_appends_the_new_token(page, dim, groups, per_sm, device, monkeypatch):
     """Given K and V of the new token it stores them, and the answer is as if they had been there."""
-    monkeypatch.setattr(triton_decode, "PROGRAMS_PER_SM", per_sm)
+    monkeypatch.setattr(triton_decode, "FEW", (per_sm, 64))
+    monkeypatch.setattr(triton_decode, "MANY", (per_sm, 64))
     q, k, v, lens, table = decode_case([1, page, page + 1, 90, 400], page, dim, groups, 2, device)
     expected, stored = decode_reference(q, k, v, lens, table), (k.clone(), v.clone())
     heads = random(len(lens), 6, dim, device=device, seed=2)

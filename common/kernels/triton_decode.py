@@ -19,9 +19,10 @@ from common.kernels.pdl import pdl, wait_for_the_kernel_before
 
 BLOCK = 32  # rows of K and V that a program takes at a time: small ones, so that many programs fit side by side
 WARPS, STAGES = 2, 3  # STAGES - 1 blocks are on their way while one is worked on
-MIN_CHUNK = 64  # rows below which one more split costs more than it hides
-PROGRAMS_PER_SM = 4  # enough to hide memory latency; more only adds partial results to merge
 MAX_SPLITS = 128
+# Programs that a multiprocessor should get, and rows below which one more split costs more than it hides (measured on an
+# H200): for few requests, enough to hide memory latency; for more of them, enough to keep the tail of long ones short.
+FEW, MANY = (4, 64), (8, 256)
 
 
 def flash_attn_with_kvcache(
@@ -55,7 +56,7 @@ def flash_attn_with_kvcache(
         block_table = slots[:, None]
     assert block_table.stride(1) == 1 or block_table.shape[1] == 1
 
-    splits = _num_splits(batch * heads_kv, block_table.shape[1] * page_size, _num_sms(q.device))
+    splits, min_chunk = _split(batch * heads_kv, block_table.shape[1] * page_size, _num_sms(q.device))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial = out if splits == 1 else out.new_empty((batch, heads, splits, dim), dtype=torch.float32)
     weight = partial if splits == 1 else partial.new_empty((batch, heads, splits))
@@ -64,7 +65,7 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, block_table, cache_seqlens, partial, weight, splits, dim**-0.5 * 1.4426950408889634,
         q.stride(0), q.stride(2), *k_cache.stride()[:3], *((0, 0) if k is None else (k.stride(0), k.stride(2))),
         block_table.stride(0), PAGE=page_size, GROUP=heads // heads_kv, ROWS=max(16, triton.next_power_of_2(heads // heads_kv)), DIM=dim,
-        PADDED_DIM=padded_dim, BLOCK=BLOCK, MIN_CHUNK=MIN_CHUNK, WHOLE=splits == 1,
+        PADDED_DIM=padded_dim, BLOCK=BLOCK, MIN_CHUNK=min_chunk, WHOLE=splits == 1,
         num_warps=WARPS if q.element_size() == 2 else 4, num_stages=STAGES if q.element_size() == 2 else 2, **pdl(q.device),
     )  # fmt: skip
     if splits > 1:
@@ -80,9 +81,10 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
-def _num_splits(pairs: int, max_len: int, num_sms: int) -> int:
-    """Splits of each (request, KV head) pair: enough for the chip, no more than the longest possible request can use."""
-    return max(1, min(num_sms * PROGRAMS_PER_SM // pairs, triton.cdiv(max_len, MIN_CHUNK), MAX_SPLITS))
+def _split(pairs: int, max_len: int, num_sms: int) -> tuple[int, int]:
+    """Splits of each (request, KV head) pair, no more than the longest possible request can use; and their least rows."""
+    per_sm, chunk = MANY if pairs > num_sms else FEW
+    return max(1, min(num_sms * per_sm // pairs, triton.cdiv(max_len, chunk), MAX_SPLITS)), chunk
 
 
 @triton.jit(do_not_specialize=["splits"])
