@@ -16,6 +16,25 @@ from rich.table import Table
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 # Okabe & Ito (2008): told apart by the colour-blind, and on light and dark ground
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+# of matplotlib, for every plot; the ground is white and opaque, so that a plot reads the same on a dark page
+STYLE = {
+    "axes.axisbelow": True,
+    "axes.formatter.min_exponent": 4,  # 100, 1000, then 10^4
+    "axes.grid": True,
+    "axes.prop_cycle": f"cycler(color={list(COLOURS)})",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.constrained_layout.h_pad": 0.1,  # inches
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.w_pad": 0.1,
+    "figure.facecolor": "white",
+    "figure.figsize": (7, 4.2),
+    "font.size": 11,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "lines.linewidth": 2,
+    "savefig.dpi": 144,
+}
 
 
 def say(text: str = "") -> None:
@@ -64,9 +83,13 @@ def results_path(script: str, name: str) -> Path:
     return Path(script).resolve().parent / "results" / name
 
 
-def save(script: str, name: str, args: argparse.Namespace, data: dict) -> Path:
-    """Write results/<device>[-name].json: machine, flags, data."""
-    path = results_path(script, f"{device_name()}{'-' * bool(name)}{name}.json")
+def record_name(name: str = "", devices: int = 1) -> str:
+    return f"{device_name()}{f'x{devices}' if devices > 1 else ''}{'-' * bool(name)}{name}.json"
+
+
+def save(script: str, name: str, args: argparse.Namespace, data: dict, devices: int = 1) -> Path:
+    """Write results/<device>[x<devices>][-name].json: machine, flags, data."""
+    path = results_path(script, record_name(name, devices))
     path.parent.mkdir(exist_ok=True)
     flags = {key: value for key, value in vars(args).items() if key != "save"}
     path.write_text(json.dumps({"machine": machine(), "flags": flags, **data}, indent=1) + "\n")
@@ -82,22 +105,14 @@ def plot(script: str, name: str, title: str, x: str, y: str):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with pyplot.rc_context(
-        {
-            "axes.prop_cycle": pyplot.cycler(color=COLOURS),
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "font.size": 11,
-        }
-    ):
-        figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    with pyplot.style.context(["default", STYLE]):
+        figure, axes = pyplot.subplots()
         axes.set(title=title, xlabel=x, ylabel=y)
-        axes.grid(alpha=0.3)
         yield axes
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False)
+            axes.legend()
         path = results_path(script, f"{name}.png")
         path.parent.mkdir(exist_ok=True)
-        figure.savefig(path, dpi=110)
+        figure.savefig(path)
         pyplot.close(figure)
         say(f"wrote {path.name}")

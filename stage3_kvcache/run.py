@@ -107,7 +107,7 @@ def memory() -> list:
 
 
 def draw(race: dict) -> None:
-    with report.plot(__file__, "flat", "Time of each token", "token", "milliseconds") as axes:
+    with report.plot(__file__, "flat", "Time of each token", "token of the answer", "milliseconds") as axes:
         axes.plot(race["naive_ms"], color=report.COLOURS[3], label="stage 1: everything again")
         axes.plot(race["cached_ms"], color=report.COLOURS[0], label="stage 3: cached")
         axes.set_ylim(0)

@@ -101,7 +101,8 @@ def stream(engine: Engine, long_prompt: int) -> tuple[list[float], float]:
 def draw(data: dict) -> None:
     with report.plot(__file__, "throughput", "Decode throughput", "requests in the batch", "tokens a second") as axes:
         axes.plot([row[0] for row in data["throughput"]], [row[2] for row in data["throughput"]], marker="o")
-        axes.set(xscale="log", xticks=SIZES, xticklabels=SIZES)
+        axes.set_xscale("log", base=2)
+        axes.set(xticks=SIZES, xticklabels=SIZES, ylim=0)
     title = "Gaps between tokens of 8 requests while a long prompt arrives"
     with report.plot(__file__, "gaps", title, "step since the prompt arrived", "milliseconds") as axes:
         for (name, run), colour in zip(

@@ -1,5 +1,6 @@
 """Where a step's time goes: named ranges in a Chrome/Perfetto trace, and a table."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,23 +48,18 @@ def profile_steps(engine: Engine, steps: int, trace: Path | None = None) -> prof
     return result
 
 
-def device_ms(result: profile, steps: int) -> float:
-    """Milliseconds a step in which the device did anything; kernels that overlap count once."""
+def device_ms(result: profile, steps: int) -> dict[str, float]:
+    """Milliseconds a step that each kernel adds to those before it: where two overlap, the time is the earlier one's."""
     cuda = torch.autograd.DeviceType.CUDA
-    spans = [e.time_range for e in result.events() if e.device_type == cuda and e.name not in LABELS]
-    busy, until = 0.0, 0.0
-    for span in sorted(spans, key=lambda span: span.start):
-        busy += max(0.0, span.end - max(span.start, until))
+    events = [e for e in result.events() if e.device_type == cuda and e.name not in LABELS]
+    added, until = Counter(), 0.0
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        span = event.time_range
+        added[event.name] += max(0.0, span.end - max(span.start, until)) / steps / 1e3
         until = max(until, span.end)
-    return busy / steps / 1e3
+    return dict(added.most_common())
 
 
 def show_kernels(result: profile, steps: int, most: int = 12) -> None:
-    events = sorted(_on_device(result), key=lambda event: -event.self_device_time_total)[:most]
-    rows = [[e.key[:70], round(e.count / steps, 1), round(e.self_device_time_total / steps / 1e3, 3)] for e in events]
-    report.table("On the device", ["kernel", "calls a step", "ms a step"], rows)
-
-
-def _on_device(result: profile) -> list:
-    events = result.key_averages()
-    return [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and e.key not in LABELS]
+    rows = [[name[:70], round(ms, 3)] for name, ms in device_ms(result, steps).items()][:most]
+    report.table("On the device", ["kernel", "ms a step"], rows)

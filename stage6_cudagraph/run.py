@@ -114,7 +114,7 @@ def time_decode(engine: Engine, batch: int) -> list[float]:
     torch.cuda.synchronize()
     step = (time.perf_counter() - begin) / STEPS * 1e3
     engine.runner.run = run
-    busy = device_ms(profile_steps(engine, STEPS), STEPS)
+    busy = sum(device_ms(profile_steps(engine, STEPS), STEPS).values())
     stop(engine)
     launch = float(np.median(launches)) * 1e3
     return [

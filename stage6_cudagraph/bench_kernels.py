@@ -1,30 +1,32 @@
-"""How near the Triton kernels come to what the card can read: `python -m common.kernels.bench_gpu [--save]`.
+"""How near the Triton kernels come to what the card can read: `python stage6_cudagraph/bench_kernels.py [--save]`.
 
 Everything is timed inside CUDA graphs, so launches cost what they cost in the engine, and over inputs that change from
 call to call until they fill several L2 caches, so that small sizes are not measured from the cache.
 """
 
-import argparse
 import importlib.util
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle, islice, pairwise, product
 from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import report
+from common import cli, report
+from common.config import UserError
 from common.kernels import ops, triton_decode, triton_linear, triton_ops, triton_prefill, triton_sample
 
 SPAN = 2**28  # bytes that the inputs of one measurement span at least: 4 or 5 times the L2 cache of an H200
 BATCHES, CONTEXTS, HEADS, HEADS_KV, DIM = (1, 16, 64, 256), (512, 2048, 8192), (16, 32), 8, 128
 SHAPES = ((1024, 3072, 16), (4096, 14336, 32))  # hidden size, intermediate size, query heads: Qwen3-0.6B, Llama-3-8B
 ROWS = (1, 8, 64, 128, 256)  # of a linear layer's input
-STAGE = Path(__file__).parents[2] / "stage6_cudagraph" / "run.py"  # whose kernels these are
 TOKENS, VOCAB, DTYPE = (1, 256, 8192), 151936, torch.bfloat16
 
 
@@ -212,16 +214,14 @@ def linear_rows() -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", action="store_true", help="write the record to stage 6's results/")
-    args = parser.parse_args()
+    args = cli.parser(__doc__, flags=("save",)).parse_args()
     if not torch.cuda.is_available():
-        parser.error("there is nothing to measure without a CUDA device")
+        raise UserError("this benchmark compares kernels with what a GPU can do, and needs one")
     peak = peak_bandwidth()
     torch.cuda.empty_cache()
     rows = [*decode_rows(), *prefill_rows(), *op_rows(), *linear_rows(), *sampler_rows()]
     if args.save:
-        report.save(STAGE, "kernels", args, {"peak_bytes_per_s": peak, "rows": rows})
+        report.save(__file__, "kernels", args, {"peak_bytes_per_s": peak, "rows": rows})
     print(
         f"{torch.cuda.get_device_name()}: {peak / 1e9:,.0f} GB/s. plain: ops.py, cuBLAS, flash-attn, or argmax beside the sampler"
     )
@@ -235,4 +235,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)
