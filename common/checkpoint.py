@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -269,18 +269,33 @@ def finish_model(model: CausalLM, max_len: int) -> CausalLM:
     return model
 
 
-def fill_dummy(model: nn.Module, std: float = 0.02) -> None:
+def fill_dummy(model: nn.Module) -> None:
     """Random weights with a fixed seed: right for speed, meaningless as text."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
+    generator = dummy_generator(next(model.parameters()).device)
     for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(0, std, generator=generator)
-        else:
-            parameter.fill_(1)
+        fill_random(parameter, generator)
 
 
-def checkpoint_tensors(folder: Path, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) one at a time from all *.safetensors of a folder; memory-mapped, so a tensor's life is its cost."""
+def dummy_generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
+
+
+def fill_random(weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Small numbers in a matrix; ones in what scales, or adds to, a vector."""
+    return weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1)
+
+
+def read_whole(file: safe_open, name: str) -> Tensor:
+    return file.get_tensor(name)
+
+
+def checkpoint_tensors(
+    folder: Path, device: torch.device, read: Callable[[safe_open, str], Tensor] = read_whole
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) one at a time from all *.safetensors of a folder; memory-mapped, so a tensor's life is its cost.
+
+    read: takes a tensor, or as much of it as is wanted, out of an open file.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(
@@ -290,7 +305,7 @@ def checkpoint_tensors(folder: Path, device: torch.device) -> Iterator[tuple[str
         try:
             with safe_open(file, framework="pt", device=str(device)) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    yield name, tensors.get_tensor(name)
+                    yield name, read(tensors, name)
         except SafetensorError as error:
             raise UserError(f"{file} is damaged ({error}); fetch it again") from error
 

@@ -118,6 +118,29 @@ def tiny_checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def text_checkpoint(tmp_path_factory) -> Checkpoint:
+    """A tiny Llama with a tokenizer: <s>, </s>, then a token a byte; a chat template that can be made to fail; </s> ends a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {word: i for i, word in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("text") / "model", "llama", vocab_size=len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.content == 'fail' %}{{ raise_exception('the template says no') }}"
+        "{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=template
+    ).save_pretrained(checkpoint.path)
+    (checkpoint.path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
 def default_model() -> Path:
     """The default model's folder, fetched if it is not here yet."""
     return fetch_default()

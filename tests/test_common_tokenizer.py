@@ -3,11 +3,13 @@ incremental decoder gives the whole text in pieces that never end inside a chara
 """
 
 import pytest
-from hypothesis import assume, given, settings
+import tokenizers
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from common.config import UserError
-from common.tokenizer import IncrementalDecoder, Tokenizer
+from common.tokenizer import GPT2_BYTES, IncrementalDecoder, Tokenizer
 
 TEXTS = [
     "Hello, world!",
@@ -116,12 +118,87 @@ def test_half_a_character_is_held_back_until_it_is_whole_or_the_end(tokenizer):
 
 
 def test_a_piece_costs_the_same_however_long_the_text_is(tokenizer):
-    decoded = []
+    asked = []
 
     class Counting:
-        def decode(self, ids):
-            decoded.append(len(ids))
-            return tokenizer.decode(ids)
+        strips_space = False
 
-    pieces(Counting(), tokenizer.encode("All work and no play makes Jack a dull boy. " * 20))
-    assert max(decoded) < 10
+        def token_bytes(self, token):
+            asked.append(token)
+            return tokenizer.token_bytes(token)
+
+    ids = tokenizer.encode("All work and no play makes Jack a dull boy. " * 20)
+    assert "".join(pieces(Counting(), ids)[0]) == tokenizer.decode(ids)
+    assert asked == ids  # each token is looked at once
+
+
+# --- tokenizers made on the fly: every byte a token, in both spellings that the supported models use ---
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    """Byte-level BPE (Llama 3, Qwen): all 256 bytes and some merges; two special tokens and one added word."""
+    vocab = dict(GPT2_BYTES)
+    pairs = [("Ġ", "a"), ("Ã", "©"), ("ä", "¸"), ("½", "a"), ("Ġ", "ð")]  # also some that are no whole characters
+    vocab |= {a + b: 256 + i for i, (a, b) in enumerate(pairs)}
+    model = tokenizers.Tokenizer(models.BPE(vocab, pairs))
+    model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return saved(model, tmp_path_factory.mktemp("byte_level"))
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory):
+    """Llama 2's kind: words with a space mark in front, and <0xNN> for what the vocabulary lacks."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + ["<unk>", "▁", "a", "▁a", "é", "▁中", "\ufffd", "▁▁"]
+    model = tokenizers.Tokenizer(
+        models.BPE({name: i for i, name in enumerate(names)}, [("▁", "a")], byte_fallback=True)
+    )
+    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(steps)
+    return saved(model, tmp_path_factory.mktemp("byte_fallback"))
+
+
+def saved(model, folder) -> Tokenizer:
+    from transformers import PreTrainedTokenizerFast
+
+    model.add_special_tokens(["<s>", "</s>"])
+    model.add_tokens(["<t中ol>"])
+    PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.one_of(st.integers(0, 263), st.integers(128, 255)), max_size=60))
+@example(ids=[0xE4] * 50)
+@example(ids=[0xF0, 0x9F, 0x98] * 20)
+@example(ids=[0xEF, 0xBF, 0xBD, 0xED, 0xA0, 0x80])  # a real replacement character, and half a surrogate pair
+@example(ids=[0xE4, 262, 0xB8, 261, 0xAD])  # special tokens inside a character
+def test_any_bytes_through_byte_level_tokens(byte_level, ids):
+    decoder, given = IncrementalDecoder(byte_level), ""
+    for n, token in enumerate(ids, 1):
+        given += decoder.push(token)
+        text = byte_level.decode(ids[:n])
+        assert text.removeprefix(given) in ("", "\ufffd", "\ufffd" * 2)  # never more behind than a few bytes
+    assert given + decoder.flush() == byte_level.decode(ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(parts=st.lists(st.one_of(st.integers(257, 266), st.characters(exclude_categories=["Cs"])), max_size=40))
+@example(parts=[257, 259])
+@example(parts=[" ", " "])
+@example(parts=[265, " ", 259])
+def test_whole_characters_through_byte_fallback_tokens(byte_fallback, parts):
+    """The first space goes, as decode has it; bytes that are spelt out give characters."""
+    ids = [i for part in parts for i in ([part] if isinstance(part, int) else part.encode())]
+    pushed, rest = pieces(byte_fallback, ids)
+    assert "".join(pushed) + rest == byte_fallback.decode(ids)
+
+
+def test_bytes_of_a_token(byte_level, byte_fallback):
+    assert byte_level.token_bytes(0xE4) == byte_fallback.token_bytes(0xE4) == b"\xe4"
+    assert byte_level.token_bytes(byte_level.hf.convert_tokens_to_ids("½a")) == b"\xbda"
+    assert byte_fallback.token_bytes(byte_fallback.hf.convert_tokens_to_ids("▁a")) == b" a"
+    assert byte_level.token_bytes(byte_level.hf.convert_tokens_to_ids("<t中ol>")) == "<t中ol>".encode()
+    end = byte_level.hf.convert_tokens_to_ids("</s>")
+    assert (byte_level.token_bytes(end), byte_level.token_bytes(end, skip_special=False)) == (b"", b"</s>")

@@ -20,7 +20,9 @@ from stage3_kvcache import build as stage3
 from stage4_batch import build as stage4
 from stage5_paged import build as stage5
 from stage6_cudagraph import build as stage6
+from stage7_radix import build as stage7
 from tests.conftest import CHECKPOINTS, MAX_POSITION, copy_with_eos, reference
+from tests.ranks import build_ranks
 
 
 def retracting(engine, every: int = 3):
@@ -50,6 +52,22 @@ ENGINES = {
     "stage6-overlap": lambda config: stage6.build_engine(replace(config, page_size=1)),
     "stage6-graph-chunk7": lambda config: stage6.build_engine(
         replace(config, graph=True, max_batch_tokens=7, max_running=3, kv_tokens=MAX_POSITION)
+    ),
+    "stage7-page1": lambda config: stage7.build_engine(replace(config, page_size=1, graph=True)),
+    "stage7-page4-tight": lambda config: stage7.build_engine(
+        replace(config, page_size=4, max_batch_tokens=64, kv_tokens=MAX_POSITION, overlap=False)
+    ),
+    "stage7-page64-retracting": lambda config: retracting(
+        stage7.build_engine(replace(config, page_size=64, order="prefix"))
+    ),
+    "stage7-page1-retracting-chunk7": lambda config: retracting(
+        stage7.build_engine(
+            replace(config, page_size=1, graph=True, max_batch_tokens=7, max_running=3, kv_tokens=MAX_POSITION)
+        )
+    ),
+    "stage8-2ranks-page1": lambda config: build_ranks(replace(config, page_size=1), 2),
+    "stage8-2ranks-page4-retracting": lambda config: build_ranks(
+        replace(config, page_size=4, graph=True, max_batch_tokens=64, kv_tokens=MAX_POSITION), 2, retracting
     ),
 }
 # prompt length -> tokens asked for; the longest ones fill the model to its last position

@@ -1,0 +1,293 @@
+"""Ranks as processes: both ways to start them, two jobs at once, and how a job ends.
+
+The jobs are this file, started as a script.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common import cli
+from common.config import EngineConfig, UserError
+from stage2_req.sampling import SamplingParams
+from stage7_radix.build import build_engine as build_stage7
+from stage8_tp import run
+from stage8_tp.build import build_rank
+from stage8_tp.launch import Job, run_ranks
+from stage8_tp.ranks import Alone, Ranks
+from tests.conftest import Checkpoint
+from tests.test_stage8 import CASES, LONGEST, random_history, state
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ("--model", "dummy:tiny", "--device", "cpu", "--max-tokens", "8")
+RUN = "stage8_tp/run.py"
+
+
+# --- the jobs ---------------------------------------------------------------------------------------------------
+
+
+def history(settings: dict, ranks: Ranks | Alone) -> None:
+    """A random history on rank 0; at the end the ranks compare what they have come to."""
+    fake = SimpleNamespace(config=SimpleNamespace(vocab_size=settings["vocab_size"]))
+    checkpoint = Checkpoint(Path(settings["config"]["model"]), fake)
+    config = EngineConfig(**settings["config"])
+    engine = build_rank(config, ranks)
+    engine.cache.reserve = 1
+    if ranks.rank == 0:
+        whole = build_stage7(checkpoint.config())
+        params = [SamplingParams(max_tokens=LONGEST, **kind) for _, kind in CASES.values()]
+        prompts = [checkpoint.prompt(length) for length, _ in CASES.values()]
+        texts = dict(zip(CASES, whole.generate(prompts, params), strict=True))
+        texts = {case: req.output_ids for case, req in texts.items()}
+        for seed in range(settings["histories"]):
+            random_history(engine, checkpoint, texts, random.Random(seed), 16)
+        engine.close()
+    else:
+        engine.follow()
+    mine = json.dumps(state(engine), default=str).encode()
+    assert ranks.tell(mine) == mine  # rank 0's, of several kilobytes
+    if ranks.rank == 0:
+        print(json.dumps({"retracted": engine.scheduler.num_retracted, "hits": engine.cache.hit_tokens}))
+
+
+def forever(settings: dict, ranks: Ranks | Alone) -> None:
+    """What ranks do all day, without a model: sum, or wait for what rank 0 is going to say."""
+    (Path(settings["folder"]) / str(ranks.rank)).write_text(str(os.getpid()))
+    if settings.get("fails") and ranks.rank:
+        raise KeyError("rank 1 has a bad day")
+    if settings.get("idle"):
+        time.sleep(1000) if ranks.rank == 0 else ranks.tell()
+    while True:
+        ranks.all_reduce(torch.ones(100))
+
+
+def logits(settings: dict, ranks: Ranks | Alone) -> None:
+    """Of two ranks, eager and from graphs, against those of one rank: the same text (forced by a bias), step by step."""
+    seen, replays = {}, 0
+
+    def keep(name: str, runner) -> None:
+        run, kept = runner.run, seen.setdefault(name, [])
+
+        def recorded(batch):
+            result = run(batch)
+            kept.append(result.float().cpu())
+            return result
+
+        runner.run = recorded
+
+    shape = {"device": "cuda", "kv_tokens": 4096, "max_running": 8, "max_model_len": 256}
+    config = EngineConfig("dummy:qwen3-0.6b", **shape)
+    prompts = [[i + 1] * (10 + 9 * i) for i in range(5)]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, logit_bias={100 + i: 100.0}) for i in range(5)]
+    if ranks.rank == 0:
+        whole = build_stage7(config)
+        keep("whole", whole.runner)
+        whole.generate(prompts, params)
+        del whole
+    ranks.share([0])
+    for graph in (False, True):
+        engine = build_rank(replace(config, graph=graph, tp=ranks.world), ranks)
+        if ranks.rank:
+            engine.follow()
+            continue
+        keep(f"graph {graph}", engine.runner)
+        reqs = engine.generate(prompts, params)
+        assert [set(req.output_ids) for req in reqs] == [{100 + i} for i in range(5)]
+        replays += getattr(engine.runner, "num_replays", 0)
+        engine.close()
+    if ranks.rank == 0:
+        want = seen.pop("whole")
+        for got in seen.values():
+            assert len(got) == len(want)
+            for a, b in zip(got, want, strict=True):
+                assert torch.cosine_similarity(a, b).min() > 0.999
+        print(replays)
+
+
+def job(name: str, **settings) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tests.test_stage8_launch", name, json.dumps(settings)]
+    return start(command)
+
+
+def start(command: list[str]) -> subprocess.Popen:
+    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+# --- to the end -------------------------------------------------------------------------------------------------
+
+
+def test_both_ways_to_start_at_once():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", RUN]
+    for status, out, err in map(finish, [start([*way, *TINY]) for way in (torchrun, [sys.executable, RUN])]):
+        assert status == 0, err
+        assert out.count("same tokens on 2 ranks as on 1: yes") == 1
+
+
+def test_one_rank_needs_no_other(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", [RUN, "--tp", "1", *TINY])
+    run.main()
+    assert "same tokens on 1 ranks as on 1: yes" in capsys.readouterr().out
+
+
+def settings(llama, histories: int, **changes) -> dict:
+    config = {"model": str(llama.path), "device": "cpu", "dtype": "float32", "tp": 2, "kv_tokens": 64}
+    config |= {"page_size": 4, "max_batch_tokens": 16, "max_running": 5, "max_model_len": 64, "graph": True}
+    return {"config": config | changes, "vocab_size": llama.vocab_size, "histories": histories}
+
+
+def test_histories_over_gloo(tiny_checkpoint):
+    status, out, err = finish(job("history", **settings(tiny_checkpoint("llama"), 1)))
+    assert status == 0, err
+    counts = json.loads(out)
+    assert counts["retracted"] and counts["hits"]
+
+
+# --- before it ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def running_jobs(tmp_path_factory):
+    """name -> (launcher, pid of rank 0, pid of rank 1): jobs that run at the same time."""
+    kinds = {"rank 0": {}, "rank 1": {"idle": True}, "launcher": {"idle": True}, "Ctrl-C": {}}
+    folders = {name: tmp_path_factory.mktemp("job") for name in kinds}
+    launchers = {name: job("forever", folder=str(folders[name]), **kinds[name]) for name in kinds}
+    limit, up = time.monotonic() + 120, {}
+    while len(up) < len(kinds):
+        assert time.monotonic() < limit
+        for name, folder in folders.items():
+            files = [folder / "0", folder / "1"]
+            if all(file.is_file() and file.read_text() for file in files):
+                up[name] = (launchers[name], *(int(file.read_text()) for file in files))
+        time.sleep(0.1)
+    yield up
+    for launcher, *pids in up.values():
+        for pid in (launcher.pid, *pids):
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return "State:\tZ" not in status
+
+
+@pytest.mark.parametrize(("victim", "status", "words"), [
+    ("rank 0", 137, "rank 0 was killed by signal 9; the job ends"),
+    ("rank 1", 137, "rank 1 was killed by signal 9; the job ends"),
+    ("launcher", -9, ""),
+    ("Ctrl-C", 130, "interrupted\n"),
+])  # fmt: skip
+def test_nobody_is_left(running_jobs, victim, status, words):
+    launcher, *ranks = running_jobs[victim]
+    assert all(map(is_alive, (launcher.pid, *ranks)))
+    target = {"rank 0": ranks[0], "rank 1": ranks[1]}.get(victim, launcher.pid)
+    os.kill(target, signal.SIGINT if victim == "Ctrl-C" else signal.SIGKILL)
+    _, err = launcher.communicate(timeout=10)
+    assert launcher.returncode == status
+    limit = time.monotonic() + 10
+    while any(map(is_alive, ranks)):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    assert words in err
+    assert "Traceback" not in err
+    if victim == "Ctrl-C":
+        assert [line for line in err.splitlines() if not line.startswith("KV pool")] == ["interrupted"]
+
+
+def test_a_rank_that_fails_says_why(tmp_path):
+    status, _, err = finish(job("forever", folder=str(tmp_path), fails=True))
+    assert status == 1
+    assert "KeyError: 'rank 1 has a bad day' (rank 1)" in err
+    assert err.count("Traceback") == 1
+
+
+def test_a_mistake_is_one_line():
+    status, out, err = finish(start([sys.executable, RUN, "--tp", "3", *TINY]))
+    assert (status, out) == (2, "")
+    assert err.count("error:") == 1
+    assert (
+        "error: 4 query heads, 2 KV heads and 128 columns of the MLP can't be dealt to 3 ranks; use --tp 1 or 2" in err
+    )
+
+
+def test_how_many_ranks_there_can_be():
+    with pytest.raises(UserError, match="tp is 0; it must be a number of at least 1"):
+        run_ranks(print, 0)
+
+
+@pytest.mark.parametrize(("codes", "status"), [((0, 0, 0), 0), ((0, 3, None), 3), ((None, None, 7), 7)])
+def test_the_status_is_that_of_the_first_who_fails(codes, status):
+    """Those that would go on (None) are ended, with what they have started themselves."""
+    script = (
+        "import os, subprocess, sys, time; codes = {codes}; code = codes[int(os.environ['RANK'])]\n"
+        "if code is None: print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)\n"
+        "time.sleep(1 if code else 0); sys.exit(code)"
+    )
+    job = Job([sys.executable, "-c", script.format(codes=codes)], 3)
+    assert job.wait() == status
+    job.kill()
+    assert all(process.poll() is not None for process in job.processes)
+
+
+# --- on GPUs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("attn", ["portable", "triton"])
+@pytest.mark.parametrize(("graph", "overlap"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_gpu_histories_over_nccl(tiny_checkpoint, attn, graph, overlap, page_size):
+    """Collectives inside the recorded steps; retraction and shared prefixes on the way."""
+    changes = {"device": "cuda", "attn": attn, "graph": graph, "overlap": overlap, "page_size": page_size}
+    status, out, err = finish(job("history", **settings(tiny_checkpoint("llama"), 3, **changes)))
+    assert status == 0, err
+    counts = json.loads(out)
+    assert counts["retracted"] and counts["hits"]
+
+
+@pytest.mark.gpu
+def test_gpu_two_ranks_on_one_gpu(tiny_checkpoint):
+    """Over gloo, through the host's memory; eager, for a graph can't record that."""
+    changes = {"device": "cuda:0", "graph": None}
+    status, out, err = finish(job("history", **settings(tiny_checkpoint("llama"), 1, **changes)))
+    assert status == 0, err
+    assert json.loads(out)["hits"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpu_bfloat16_with_nccl_between_dependent_launches():
+    status, out, err = finish(job("logits", config={"device": "cuda"}))
+    assert status == 0, err
+    assert int(out) > 0
+
+
+if __name__ == "__main__":
+    work = {"history": history, "forever": forever, "logits": logits}[sys.argv[1]]
+    arguments = json.loads(sys.argv[2])
+    device = arguments.get("config", {}).get("device", "cpu")
+    cli.run(lambda: run_ranks(partial(work, arguments), 2, device))
