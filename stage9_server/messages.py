@@ -26,6 +26,7 @@ class Tokenize(Struct, tag=True):
     stop: list[str] = []
     max_tokens: int | None = None  # None: as many as fit; overrides params
     echo: bool = False
+    max_len: int = 0  # what the engine has room for, prompt and output together; the hub fills it in
 
 
 class Detokenize(Struct, tag=True):
@@ -56,7 +57,7 @@ class Generate(Struct, tag=True):
 
 
 class Abort(Struct, tag=True):
-    """API server or detokenizer -> scheduler: nobody wants the rest of these."""
+    """API server or detokenizer -> scheduler: nobody wants the rest of these. Scheduler -> detokenizer: forget them."""
 
     uids: list[int]
 
@@ -65,9 +66,9 @@ class Started(Struct, tag=True):
     """Scheduler -> detokenizer: a sequence is in the engine; its tokens follow."""
 
     uid: int
-    prompt_ids: list[int]
+    prompt_tokens: int
     stop: list[str]
-    echo: bool
+    echo_ids: list[int]  # the prompt, if it is part of the answer
 
 
 class Token(Struct, array_like=True):
@@ -94,7 +95,10 @@ class TokenLogprob(Struct, array_like=True):
 
 
 class Piece(Struct, array_like=True):
-    """What became certain of one sequence's text. May be empty text, with tokens that are part of a later character."""
+    """What became certain of one sequence's text. May be empty text, with tokens that are part of a later character.
+
+    The first of a sequence has no tokens: it says that the engine has accepted the request.
+    """
 
     uid: int
     text: str
@@ -139,12 +143,23 @@ class Ready(Struct, tag=True):
     """A worker -> API server: it is up, and what it has to say about the model."""
 
     worker: str
-    pid: int
+    incarnation: int
     info: dict[str, Any] = {}
 
 
 Message = (
-    Tokenize | Detokenize | Tokenized | Detokenized | Generate | Abort | Started | Tokens | Pieces | Failed | Stats | Ready
+    Tokenize
+    | Detokenize
+    | Tokenized
+    | Detokenized
+    | Generate
+    | Abort
+    | Started
+    | Tokens
+    | Pieces
+    | Failed
+    | Stats
+    | Ready
 )
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode

@@ -1,0 +1,20 @@
+"""A stand-in for `dummy:` models, which have no tokenizer: every byte is a token."""
+
+
+class ByteTokenizer:
+    """The interface of common.tokenizer.Tokenizer. Ids from 256 on, which such a model draws too, are shown as numbers."""
+
+    strips_space = False
+    longest_token = 1
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: ")
+
+    def token_bytes(self, token: int, *, skip_special: bool = True) -> bytes:
+        return bytes([token]) if token < 256 else f"<{token}>".encode()
+
+    def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")

@@ -1,0 +1,243 @@
+"""The API server's side of the processes: who is up, which call waits for what, and what becomes of it when a worker dies.
+
+Owns the API server's inbox and the list of all sequences in flight. Lives in one asyncio loop.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+
+import zmq
+
+from stage9_server.ipc import API, DETOKENIZER, SCHEDULER, pull_socket, push_socket, receive, send
+from stage9_server.messages import (
+    Abort,
+    Detokenize,
+    Detokenized,
+    Failed,
+    Message,
+    Piece,
+    Pieces,
+    Ready,
+    Stats,
+    Tokenize,
+    Tokenized,
+)
+
+PATIENCE = 60.0  # seconds that a call waits for a tokenizer or the detokenizer to come back
+
+
+class RequestFailed(Exception):
+    """A call gets no (further) answer. `status` is the HTTP status, `message` a sentence for the client."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status, self.message = status, message
+
+
+@dataclass
+class Sequence:
+    """One uid that somebody waits for."""
+
+    answers: asyncio.Queue
+    generates: bool  # or only asks a tokenizer something
+    tokenizer: str | None  # where it is, until the engine has accepted it
+
+
+@dataclass
+class Peer:
+    """A worker. The socket outlives its process: what is still in there finds the next one."""
+
+    socket: zmq.Socket
+    incarnation: int = 0
+    up: bool = False  # its present incarnation has said so
+
+
+class Hub:
+    def __init__(self, folder: str, tokenizers: int):
+        self.context = zmq.Context()
+        self.tokenizers = [f"tokenizer-{i}" for i in range(tokenizers)]
+        self.inbox = pull_socket(self.context, folder, API)
+        names = (SCHEDULER, DETOKENIZER, *self.tokenizers)
+        self.workers = {name: Peer(push_socket(self.context, folder, name)) for name in names}
+        self.sequences: dict[int, Sequence] = {}
+        self.last_uid = 0
+        self.info: dict = {}
+        self.stats: Stats | None = None
+        self.last_words: Failed | None = None  # of a worker that ended: uids empty, status its exit status
+        self.draining = False
+
+    # --- for the API server ---
+
+    def new_uids(self, n: int) -> list[int]:
+        self.last_uid += n
+        return list(range(self.last_uid - n + 1, self.last_uid + 1))
+
+    def health(self) -> str | None:
+        """None if requests are being answered, else a sentence that says why not."""
+        if self.draining:
+            return "the server is shutting down"
+        down = [name for name in (SCHEDULER, DETOKENIZER) if not self.workers[name].up]
+        if not any(self.workers[name].up for name in self.tokenizers):
+            down.append("tokenizer")
+        return f"the {' and the '.join(down)} is being restarted" if down else None
+
+    async def stream(self, calls: list[Tokenize]) -> AsyncIterator[list[Piece]]:
+        """All pieces of all sequences of the calls as they come, each time those that are waiting, until each has its end.
+
+        Raises RequestFailed as soon as one of them fails. Whoever leaves early (use contextlib.aclosing) aborts the rest.
+        """
+        open_uids = {uid for call in calls for uid in call.uids}
+        answers: asyncio.Queue[Piece | Failed] = asyncio.Queue()
+        try:
+            for call in calls:
+                call.max_len = self.info["max_len"]
+                await self.submit(call, call.uids, answers, generates=True)
+            while open_uids:
+                pieces, failed = [], None
+                answer = await answers.get()
+                while answer is not None and failed is None:
+                    if isinstance(answer, Failed):
+                        failed = answer
+                    else:
+                        pieces.append(answer)
+                        if answer.finish_reason:
+                            open_uids.discard(answer.uid)
+                    answer = None if answers.empty() else answers.get_nowait()
+                if pieces:
+                    yield pieces
+                if failed:
+                    open_uids.difference_update(failed.uids)
+                    raise RequestFailed(failed.status, failed.message)
+        finally:
+            self.abort(open_uids)
+
+    async def tokenize(self, call: Tokenize) -> list[int]:
+        return (await self.ask(call, call.uids[0])).token_ids
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        (uid,) = self.new_uids(1)
+        return (await self.ask(Detokenize(uid, token_ids), uid)).text
+
+    def abort(self, uids: Iterable[int]) -> None:
+        """Nobody waits for these any more."""
+        if gone := [uid for uid in uids if self.sequences.pop(uid, None)]:
+            self.send(SCHEDULER, Abort(gone))
+
+    # --- calls on their way ---
+
+    async def ask(self, message: Tokenize | Detokenize, uid: int) -> Tokenized | Detokenized:
+        answers: asyncio.Queue = asyncio.Queue()
+        try:
+            await self.submit(message, [uid], answers, generates=False)
+            answer = await answers.get()
+        finally:
+            self.sequences.pop(uid, None)
+        if isinstance(answer, Failed):
+            raise RequestFailed(answer.status, answer.message)
+        return answer
+
+    async def submit(
+        self, message: Tokenize | Detokenize, uids: list[int], answers: asyncio.Queue, generates: bool
+    ) -> None:
+        """Give a call to the tokenizer with the least to do. Waits for what is being restarted, if that is not the engine."""
+        waited = 0.0
+        while reason := self.health():
+            if self.draining or not self.workers[SCHEDULER].up or waited > PATIENCE:
+                raise RequestFailed(503, f"{reason}; try again later")
+            await asyncio.sleep(0.05)
+            waited += 0.05
+        load = {name: 0 for name in self.tokenizers if self.workers[name].up}
+        for sequence in self.sequences.values():
+            if sequence.tokenizer in load:
+                load[sequence.tokenizer] += 1
+        name = min(load, key=load.get)
+        for uid in uids:
+            self.sequences[uid] = Sequence(answers, generates, name)
+        self.send(name, message)
+
+    def send(self, to: str, message: Message) -> None:
+        send(self.workers[to].socket, message)
+
+    async def run(self) -> None:
+        """Hand out what arrives, for ever. First all of it, and then the calls go on: each once, however much there is."""
+        readable, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_reader(self.inbox.FD, readable.set)
+        try:
+            while True:
+                readable.clear()
+                for message in receive(self.inbox):
+                    self.handle(message)
+                await readable.wait()
+        finally:
+            loop.remove_reader(self.inbox.FD)
+
+    def handle(self, message: Message) -> None:
+        """What concerns a uid that nobody waits for is dropped."""
+        if isinstance(message, Pieces):
+            for piece in message.pieces:
+                self.answer(piece.uid, piece, piece.finish_reason is not None)
+        elif isinstance(message, Tokenized | Detokenized):
+            self.answer(message.uid, message, True)
+        elif isinstance(message, Failed) and message.uids:
+            self.fail(message)
+        elif isinstance(message, Failed):
+            self.last_words = message
+        elif isinstance(message, Stats):
+            self.stats = message if self.workers[SCHEDULER].up else None
+        elif isinstance(message, Ready):
+            self.ready(message)
+
+    def answer(self, uid: int, answer: Message | Piece, last: bool) -> None:
+        if sequence := self.sequences.get(uid):
+            sequence.answers.put_nowait(answer)
+            sequence.tokenizer = None
+            if last:
+                del self.sequences[uid]
+
+    def fail(self, failed: Failed) -> None:
+        for uid in failed.uids:
+            self.answer(uid, failed, True)
+
+    # --- workers that come and go; the supervisor calls these ---
+
+    def ready(self, message: Ready) -> None:
+        worker = self.workers[message.worker]
+        if message.incarnation == worker.incarnation:  # not from the grave
+            worker.up = True
+            if message.worker == SCHEDULER:
+                self.info = message.info
+
+    def lost(self, name: str) -> None:
+        """A worker is dead: those whose calls were with it are told."""
+        self.workers[name].up = False
+        self.workers[name].incarnation += 1
+        if name in self.tokenizers:
+            uids = [uid for uid, sequence in self.sequences.items() if sequence.tokenizer == name]
+        else:
+            uids = [uid for uid, sequence in self.sequences.items() if sequence.generates]
+        if name == SCHEDULER:
+            self.stats = None
+        self.give_up(uids, 500, f"the {name.split('-')[0]} died while it had this request; try again")
+
+    def give_up(self, uids: list[int], status: int, message: str) -> None:
+        """These end with an error. The scheduler is told too: some may have got there, others may still arrive."""
+        if uids:
+            self.fail(Failed(uids, status, message))
+            self.send(SCHEDULER, Abort(uids))
+
+    async def drain(self, seconds: float) -> None:
+        """Let nobody in; let those who are being answered go on for so long, then end them."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(seconds):
+                while self.sequences:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            self.give_up(list(self.sequences), 503, "the server is shutting down")
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.socket.close(linger=0)
+        self.inbox.close()
+        self.context.term()

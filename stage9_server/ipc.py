@@ -1,0 +1,146 @@
+"""What the processes have in common: how they talk, and how a worker lives and ends.
+
+Every process has one inbox, a ZMQ PULL socket on a file of its name in the server's private folder, and a PUSH socket to
+each inbox that it writes to. Sending never waits: queues have no limit, since what is in them is bounded by the
+requests that the API server lets in. A process that is started again takes the file over, and those who write to it find
+their way by themselves; what was on its way to the dead one may be lost or arrive, and both is harmless, because everything
+is about a uid, nobody uses a uid twice, and what concerns an unknown one is dropped.
+"""
+
+import ctypes
+import gc
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import zmq
+
+from common.config import EngineConfig, UserError
+from stage9_server.messages import Failed, Message, Ready, decode, encode
+
+API, SCHEDULER, DETOKENIZER = "api", "scheduler", "detokenizer"
+PR_SET_PDEATHSIG = 1
+
+
+class Settings(msgspec.Struct):
+    """All that a worker is told, as JSON in its command line."""
+
+    name: str  # its own
+    incarnation: int  # how many of its kind there were before
+    folder: str  # where the inboxes are; only the user can enter
+    parent: int  # process id of the API server
+    engine: EngineConfig
+    max_queue: int
+
+
+def push_socket(context: zmq.Context, folder: str, name: str) -> zmq.Socket:
+    """For writing to somebody's inbox, whether it is there already or not."""
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.LINGER, 1000)  # ms that the last messages have to leave when it is closed
+    socket.connect(f"ipc://{folder}/{name}")
+    return socket
+
+
+def pull_socket(context: zmq.Context, folder: str, name: str) -> zmq.Socket:
+    """Somebody's inbox."""
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.bind(f"ipc://{folder}/{name}")
+    return socket
+
+
+def send(socket: zmq.Socket, message: Message) -> None:
+    socket.send(encode(message), zmq.NOBLOCK)
+
+
+def receive(socket: zmq.Socket) -> list[Message]:
+    """All that is there."""
+    messages = []
+    while True:
+        try:
+            messages.append(decode(socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return messages
+
+
+class Worker:
+    """A worker's side: its inbox, and those to whom it writes."""
+
+    def __init__(self, settings: Settings):
+        self.settings, self.context, self.parent = settings, zmq.Context(), os.getppid()
+        self.inbox = pull_socket(self.context, settings.folder, settings.name)
+        self.outboxes = {
+            name: push_socket(self.context, settings.folder, name) for name in (API, SCHEDULER, DETOKENIZER)
+        }
+
+    def send(self, to: str, message: Message) -> None:
+        send(self.outboxes[to], message)
+
+    def receive(self, wait: bool) -> list[Message]:
+        """All that is in the inbox. With `wait`: at least something, or nothing for a second."""
+        if wait and not self.inbox.poll(1000) and os.getppid() != self.parent:
+            sys.exit(1)  # for systems that have no signal for this
+        return receive(self.inbox)
+
+    def ready(self, **info) -> None:
+        """Tell the API server; for the rest of the process's life nothing big is loaded."""
+        freeze_garbage()
+        self.send(API, Ready(self.settings.name, self.settings.incarnation, info))
+
+
+def freeze_garbage() -> None:
+    """The garbage collector need not look again at what has been loaded: PyTorch alone are half a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
+def read_settings() -> Settings:
+    return msgspec.json.decode(sys.argv[1], type=Settings)
+
+
+def run_worker(main: Callable[[Settings], None]) -> None:
+    """A worker's process, `python -m stage9_server.NAME_worker SETTINGS`, from the beginning to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody; the API server says what is to be done
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    settings, status = read_settings(), 1
+    try:
+        if os.getppid() == settings.parent:  # it may have gone before we could ask for the signal
+            with last_words(settings):
+                main(settings)
+    except SystemExit as end:
+        status = end.code
+    if os.getppid() != settings.parent:  # nobody else is left to do it
+        shutil.rmtree(settings.folder, ignore_errors=True)
+    leave(status)
+
+
+@contextmanager
+def last_words(settings: Settings) -> Iterator[None]:
+    """An error is told to the API server and ends the process: with status 2 if it is the user's, else with 1."""
+    try:
+        yield
+    except Exception as error:
+        status, text = 2, str(error)
+        if not isinstance(error, UserError):
+            traceback.print_exc()
+            status, text = 1, f"{type(error).__name__}: {error}"
+        context = zmq.Context()
+        with push_socket(context, settings.folder, API) as socket:
+            send(socket, Failed([], status, text))
+        context.term()
+        leave(status)
+
+
+def leave(status: int) -> None:
+    """Without the interpreter's own farewell, which takes PyTorch a second or two."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

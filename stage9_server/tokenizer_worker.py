@@ -1,0 +1,98 @@
+"""Text to token ids, beside the engine: a slow template or a long text delays nobody's next token."""
+
+import faulthandler
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from common.checkpoint import load_tokenizer
+from common.config import UserError
+from stage9_server.byte_tokenizer import ByteTokenizer
+from stage9_server.ipc import API, SCHEDULER, Settings, Worker, run_worker
+from stage9_server.messages import Detokenize, Detokenized, Failed, Generate, Message, Tokenize, Tokenized
+
+TIME_LIMIT = 5.0  # seconds for one call; a chat template is a program, and may be an endless one
+
+
+class Tokenizing:
+    """Answers one message at a time. `tokenizer` has the interface of common.tokenizer.Tokenizer."""
+
+    def __init__(self, tokenizer, time_limit: float = TIME_LIMIT):
+        self.tokenizer, self.time_limit = tokenizer, time_limit
+
+    def handle(self, message: Tokenize | Detokenize) -> tuple[str, Message]:
+        """(who gets it, the answer). A call that fails, for whatever reason, is its caller's problem alone."""
+        try:
+            with time_limit(self.time_limit):
+                if isinstance(message, Detokenize):
+                    return API, Detokenized(message.uid, self.tokenizer.decode(message.token_ids, skip_special=False))
+                return self.tokenize(message)
+        except UserError as error:
+            reason = str(error)
+        except TimeoutError:
+            reason = f"the tokenizer or the chat template took longer than {self.time_limit:g} s"
+        except Exception as error:  # the template is somebody's program, the ids are anybody's
+            reason = f"the input can't be tokenized: {str(error) or type(error).__name__}"
+        return API, Failed(message.uids if isinstance(message, Tokenize) else [message.uid], 400, reason)
+
+    def tokenize(self, call: Tokenize) -> tuple[str, Message]:
+        if call.params is None:
+            return API, Tokenized(call.uids[0], self.ids(call))
+        size = sum(len(text.encode()) for text in self.texts(call))
+        if size > call.max_len * self.tokenizer.longest_token:  # not worth the time to count
+            raise UserError(too_long(call.max_len, f"more than {call.max_len}"))
+        ids = self.ids(call)
+        if len(ids) > call.max_len:
+            raise UserError(too_long(call.max_len, str(len(ids))))
+        tokens = call.max_tokens if call.max_tokens is not None else max(1, call.max_len - len(ids))
+        return SCHEDULER, Generate(call.uids, ids, replace(call.params, max_tokens=tokens), call.stop, call.echo)
+
+    @staticmethod
+    def texts(call: Tokenize) -> list[str]:
+        return [m.get("content") or "" for m in call.messages or []] + [call.text or ""]
+
+    def ids(self, call: Tokenize) -> list[int]:
+        if call.messages is not None:
+            return self.tokenizer.chat(call.messages)  # the template writes the start token
+        if call.text is not None:
+            return self.tokenizer.encode(call.text, special=call.special)
+        return call.token_ids
+
+
+def too_long(limit: int, tokens: str) -> str:
+    return (
+        f"This model's maximum context length is {limit} tokens, but the prompt has {tokens} tokens. "
+        "Please reduce the length of the prompt."
+    )
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """TimeoutError after so many seconds of Python. Code that Python can't interrupt ends the process soon after."""
+
+    def give_up(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(2 * seconds, exit=True)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGALRM, before)
+
+
+def main(settings: Settings) -> None:
+    worker = Worker(settings)
+    tokenizing = Tokenizing(load_tokenizer(settings.engine.model) or ByteTokenizer())
+    worker.ready()
+    while True:
+        for message in worker.receive(wait=True):
+            worker.send(*tokenizing.handle(message))
+
+
+if __name__ == "__main__":
+    run_worker(main)
