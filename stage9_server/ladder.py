@@ -140,6 +140,7 @@ def draw(args, rows: list[list]) -> None:
         axes.bar_label(bars, [f"{row[2]:,.0f}" for row in rows], fontsize=8)
         axes.set_yscale("log")
         axes.grid(axis="x", visible=False)
+        axes.tick_params(axis="x", labelsize=8)
         right = axes.twinx()
         right.plot(stages, [row[3] for row in rows], "o-", color=report.COLOURS[3])
         right.set_yscale("log")
