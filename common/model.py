@@ -75,7 +75,8 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig, ops: ModuleType = plain_ops):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # without nn.Embedding's own random values, which on the meta device take seconds of imports
+        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(Layer(config, index, ops) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -164,7 +164,7 @@ def dummy_tensors(config: ModelConfig, device: torch.device, dtype: torch.dtype)
     sizes = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate_proj": mlp, "up_proj": mlp}
     generator = dummy_generator(device)
     for name, shape in empty_model(config, torch.device("meta"), dtype).named_parameters():
-        weight = fill_random(torch.empty_like(shape, device=device), generator)
+        weight = fill_random(torch.empty(shape.shape, dtype=shape.dtype, device=device), generator)
         *path, module, kind = name.split(".")
         parts = [ours for ours, fused in FUSED.items() if fused == module]
         pieces = weight.split([sizes[part] for part in parts]) if parts else [weight]
