@@ -35,7 +35,9 @@ def compare(args, dtype: str) -> list:
 
     engine = build_engine(cli.config(args, dtype=dtype))
     device = resolve_device(args.device)
-    hf = AutoModelForCausalLM.from_pretrained(resolve_model(args.model), dtype=resolve_dtype(dtype, device)).to(device)
+    hf = AutoModelForCausalLM.from_pretrained(
+        resolve_model(args.model), trust_remote_code=False, dtype=resolve_dtype(dtype, device)
+    ).to(device)
     prompt = load_tokenizer(args.model).chat([{"role": "user", "content": "What is gravity?"}])
     ids = torch.tensor([prompt], device=device)
 

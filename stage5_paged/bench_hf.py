@@ -46,9 +46,9 @@ def compare(args) -> list:
 
     engine = build_engine(cli.config(args, max_running=args.requests))
     device = resolve_device(args.device)
-    hf = AutoModelForCausalLM.from_pretrained(resolve_model(args.model), dtype=resolve_dtype(args.dtype, device)).to(
-        device
-    )
+    hf = AutoModelForCausalLM.from_pretrained(
+        resolve_model(args.model), trust_remote_code=False, dtype=resolve_dtype(args.dtype, device)
+    ).to(device)
     items = workload.offline(args.scale, engine.model.vocab_size)[: args.requests]
 
     def run_ours():

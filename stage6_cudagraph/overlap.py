@@ -70,7 +70,8 @@ class OverlapEngine(Engine):
         if self.in_flight is None:
             return super().input_ids(batch)
         before, tokens = self.in_flight.batch.sampled, self.in_flight.samples.tokens
-        if batch.num_decode == len(batch.reqs) == len(before) and all(map(operator.is_, batch.reqs, before)):
+        decodes = batch.num_decode == len(batch.reqs) == len(batch.sampled) == len(before)
+        if decodes and all(map(operator.is_, batch.sampled, before)):
             return tokens  # the same requests decode again: the common case
         index = {req.uid: i for i, req in enumerate(before)}
         ids, sources, targets = [], [], []

@@ -7,8 +7,8 @@ has them aborted: that is all there is to a client that goes away.
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from common.config import UserError
 from stage9_server.hub import Hub, RequestFailed
 from stage9_server.messages import Tokenize
 from stage9_server.metrics import Metrics
+from stage9_server.openapi import document
 from stage9_server.protocol import (
     Answer,
     ApiError,
@@ -46,10 +47,11 @@ ROUTES = {
     "/detokenize": ("POST", "detokenize"),
     "/health": ("GET", "health"),
     "/metrics": ("GET", "metrics_text"),
+    "/openapi.json": ("GET", "openapi"),
 }
 NO_KEY = ("give the server's key, in the header Authorization: Bearer KEY", None, "invalid_api_key")
 OPEN = ("/health", "/metrics")  # need no key
-RETRY_AFTER = {429: "1", 503: "5"}  # seconds
+HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "5"}}  # seconds
 CLIENT_LEFT = 499  # nginx's word for it; nobody reads it but the metrics
 
 
@@ -58,7 +60,7 @@ class ApiSettings:
     model: str  # the name under which it is served
     api_key: str | None = None
     max_concurrent: int = 1024  # sequences in flight
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = 4 << 20
 
 
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -68,7 +70,7 @@ Kind = type[ChatRequest] | type[CompletionRequest]
 
 
 def create_app(hub: Hub, settings: ApiSettings) -> FastAPI:
-    app = FastAPI(title="SGLang from zero", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # the document is ours, and has no pages
     metrics = Metrics(lambda: hub.stats)
     api = Api(hub, settings, metrics)
     for path, (method, name) in ROUTES.items():
@@ -103,12 +105,14 @@ class Api:
         ask = await self.read(request, TokenizeRequest)
         messages = ask.messages and [message.for_template() for message in ask.messages]
         call = Tokenize(self.hub.new_uids(1), text=ask.prompt, messages=messages, special=ask.add_special_tokens)
-        tokens = await self.hub.tokenize(call)
+        with self.admitted(1):
+            tokens = await self.hub.tokenize(call)
         return reply({"tokens": tokens, "count": len(tokens), "max_model_len": self.hub.info["max_len"]})
 
     async def detokenize(self, request: Request) -> Response:
         ask = await self.read(request, DetokenizeRequest)
-        return reply({"text": await self.hub.detokenize(ask.tokens)})
+        with self.admitted(1):
+            return reply({"text": await self.hub.detokenize(ask.tokens)})
 
     async def health(self) -> Response:
         if reason := self.hub.health():
@@ -118,7 +122,23 @@ class Api:
     async def metrics_text(self) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def openapi(self) -> Response:
+        return reply(document("SGLang from zero", self.settings.model))
+
     # --- what they share ---
+
+    @contextmanager
+    def admitted(self, size: int) -> Iterator[None]:
+        """Room for so many sequences, or ApiError."""
+        metrics = self.metrics
+        if metrics.in_flight + size > self.settings.max_concurrent:
+            message = f"{metrics.in_flight} of {self.settings.max_concurrent} sequences are under way; try again later"
+            raise ApiError(429, message, code="rate_limit_exceeded")
+        metrics.in_flight += size
+        try:
+            yield
+        finally:
+            metrics.in_flight -= size
 
     async def read(self, request: Request, kind: type[B]) -> B:
         """The request in the body. Only as JSON: a browser must ask us before a foreign page may send that."""
@@ -156,20 +176,16 @@ class Api:
 
     async def updates(self, calls: list[Tokenize], answer: Answer, start: float) -> AsyncGenerator[Iterable[int]]:
         """Brings the answer up to date until it is complete; each time, the uids that have something new."""
-        size, metrics, told_at = len(answer.choices), self.metrics, dict.fromkeys(answer.choices)
-        if metrics.in_flight + size > self.settings.max_concurrent:
-            message = f"{metrics.in_flight} of {self.settings.max_concurrent} sequences are under way; try again later"
-            raise ApiError(429, message, code="rate_limit_exceeded")
-        metrics.in_flight += size
-        try:
-            async with aclosing(self.hub.stream(calls)) as stream:
-                async for pieces in stream:
-                    answer.add(pieces)
-                    metrics.count(pieces, told_at, start)
-                    yield dict.fromkeys(piece.uid for piece in pieces)
-        finally:
-            metrics.in_flight -= size
-            metrics.count_prompts(answer.usage())
+        told_at = dict.fromkeys(answer.choices)
+        with self.admitted(len(answer.choices)):
+            try:
+                async with aclosing(self.hub.stream(calls)) as stream:
+                    async for pieces in stream:
+                        answer.add(pieces)
+                        self.metrics.count(pieces, told_at, start)
+                        yield dict.fromkeys(piece.uid for piece in pieces)
+            finally:
+                self.metrics.count_prompts(answer.usage())
 
 
 async def until(answer: Answer, updates: AsyncGenerator, accepted: bool) -> None:
@@ -272,6 +288,7 @@ def reply(content: dict) -> Response:
 
 def error_response(request: Request | None, error: Exception) -> Response:
     """Every error in OpenAI's form."""
+    headers = dict(getattr(error, "headers", None) or {})  # a 405 says what is allowed
     match error:
         case ClientDisconnect():
             return Response(status_code=CLIENT_LEFT)
@@ -285,5 +302,5 @@ def error_response(request: Request | None, error: Exception) -> Response:
             error = ApiError(error.status_code, f"{error.detail}: there are {', '.join(ROUTES)}")
         case _:
             error = ApiError(500, "the server made a mistake; its log says more")
-    headers = {"retry-after": RETRY_AFTER[error.status]} if error.status in RETRY_AFTER else {}
+    headers |= HEADERS.get(error.status, {})
     return Response(error.body(), error.status, headers, "application/json")

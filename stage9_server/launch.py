@@ -28,6 +28,7 @@ import zmq
 from common import cli
 from common.config import UserError, check_range
 from stage9_server.api_server import ApiSettings, create_app
+from stage9_server.connections import Connection, Patience, allow_files
 from stage9_server.hub import Hub
 from stage9_server.ipc import DETOKENIZER, SCHEDULER, Settings, freeze_garbage, leave
 
@@ -52,6 +53,12 @@ SERVER_FLAGS = {  # flag -> (type, default, range, help)
         "sequences in flight; beyond that clients get status 429",
     ),
     "max-body-bytes": (int, ApiSettings.max_body_bytes, (1,), "size of a request; beyond that clients get status 413"),
+    "client-seconds": (
+        float,
+        60.0,
+        (0.1,),
+        "time for a client to send its request, or to go on reading; then its connection is closed",
+    ),
     "drain-seconds": (float, 5.0, (0,), "time for open answers at the end, before they are broken off"),
 }
 
@@ -152,7 +159,16 @@ def say(text: str) -> None:
 
 
 class Server(uvicorn.Server):
-    """One that leaves the signals to us."""
+    """One that leaves the signals to us, and waits for no client for ever."""
+
+    def __init__(self, config: uvicorn.Config, patience: Patience):
+        super().__init__(config)
+        self.patience = patience
+
+    async def on_tick(self, counter: int) -> bool:  # ten times a second
+        if counter % 10 == 0:
+            self.patience.look(self.server_state.connections)
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -184,6 +200,8 @@ def main() -> None:
         if limits:
             check_range(f"--{name}", getattr(args, name.replace("-", "_")), *limits)
     cli.config(args)  # raises what is wrong with it
+    if args.api_key == "":
+        raise UserError("--api-key is empty, which would let everybody in; give a key, or leave the flag out")
     with listener(args.host, args.port) as sock:
         folder = tempfile.mkdtemp(prefix="sglang-zero-")
         status = 0
@@ -244,9 +262,8 @@ async def answer(args: argparse.Namespace, hub: Hub, sock: socket.socket, until:
     """Serve the API until one of the tasks is done; then answer what is open, within limits."""
     settings = ApiSettings(args.model, args.api_key, args.max_concurrent, args.max_body_bytes)
     quiet = {"lifespan": "off", "ws": "none", "access_log": False, "log_level": "warning"}
-    server = Server(
-        uvicorn.Config(create_app(hub, settings), timeout_graceful_shutdown=args.drain_seconds + 1, **quiet)
-    )
+    quiet |= {"http": Connection, "timeout_graceful_shutdown": args.drain_seconds + 1}
+    server = Server(uvicorn.Config(create_app(hub, settings), **quiet), Patience(args.client_seconds, allow_files()))
     freeze_garbage()
     serving = asyncio.ensure_future(server.serve([sock]))
     while not server.started and not serving.done():

@@ -8,7 +8,7 @@ put together by `Answer`, from pieces, without a model: that is done for every t
 import codecs
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,6 +21,8 @@ from stage7_radix.params import RequestParams
 from stage9_server.messages import Piece, Tokenize, TokenLogprob
 
 MAX_CHOICES, MAX_SEQUENCES = 16, 256  # n, and prompts times n in one call
+MAX_MESSAGES = 2048  # of a chat, and parts of a message
+MAX_TOKENS = 1 << 20  # of one prompt
 
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier"}
@@ -64,15 +66,32 @@ class ApiError(Exception):
 # --- requests ---------------------------------------------------------------------------------------------------
 
 
-def asked(fields: Any, refused: Mapping[str, tuple] = REFUSED, ignored: frozenset[str] = IGNORED) -> Any:
-    """A JSON object without what is null, ignored, or refused and off. ApiError for what is refused and on."""
+def asked(
+    fields: Any, known: Iterable[str], refused: Mapping[str, tuple] = REFUSED, ignored: frozenset[str] = IGNORED
+) -> Any:
+    """A JSON object without what is null, ignored, or refused and off; of the unknown only the first, to be named.
+
+    ApiError for what is refused and on.
+    """
     if not isinstance(fields, dict):
         return fields
-    for name, value in fields.items():
-        if value is not None and name in refused and value not in refused[name]:
+    for name, values in refused.items():
+        if (value := fields.get(name)) is not None and value not in values:
             raise ApiError(400, f"{name} is not supported; leave it out", name, "unsupported_parameter")
-    left_out = ignored | refused.keys()
-    return {name: value for name, value in fields.items() if value is not None and name not in left_out}
+    names = {*known, *ignored, *refused}
+    unknown = [name for name, value in fields.items() if value is not None and name not in names][:1]
+    return {name: fields[name] for name in [*known, *unknown] if fields.get(name) is not None}
+
+
+def at_most(limit: int) -> Callable[[Any], Any]:
+    """Refuses what has more items before any of them is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise PydanticCustomError("too_long", "must have at most {limit} items", {"limit": limit})
+        return value
+
+    return check
 
 
 def listed(value: Any) -> Any:
@@ -84,7 +103,7 @@ def joined(content: Any) -> Any:
     """The text of a message that comes in parts."""
     if not isinstance(content, list):
         return content
-    for part in content:
+    for part in at_most(MAX_MESSAGES)(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise PydanticCustomError("content", "must be a text, or a list of parts of type 'text'")
     return "\n".join(part["text"] for part in content)
@@ -96,29 +115,42 @@ def prompts(value: Any) -> Any:
     value = [value] if one else value
     if not isinstance(value, list) or not value or not all(isinstance(prompt, str | list) for prompt in value):
         raise PydanticCustomError("prompt", "must be a text, a list of token ids, or a list of such, and not empty")
-    return value
+    return at_most(MAX_SEQUENCES)(value)
 
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True), BeforeValidator(at_most(MAX_TOKENS))]
 Prompt = Annotated[
     Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("ids")],
     Discriminator(lambda prompt: "text" if isinstance(prompt, str) else "ids"),
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-Stop = Annotated[list[StopString], Field(max_length=16, fail_fast=True), BeforeValidator(listed)]
-Bias = dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
+Stop = Annotated[
+    list[StopString],
+    Field(max_length=16, fail_fast=True),
+    BeforeValidator(listed, StopString | Annotated[list[StopString], Field(max_length=16)]),
+]
+StopIds = Annotated[list[TokenId], Field(max_length=256), BeforeValidator(at_most(256))]
+Bias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=1024),
+    BeforeValidator(at_most(1024)),
+]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
-NoNulls = BeforeValidator(partial(asked, refused={}, ignored=frozenset()))
+class TextPart(BaseModel):
+    """For the OpenAPI document; `joined` checks."""
+
+    type: Literal["text"]
+    text: str
 
 
 class Message(BaseModel):
     model_config = STRICT
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(joined)]
+    content: Annotated[str, BeforeValidator(joined, str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)])]
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -127,14 +159,25 @@ class Message(BaseModel):
         return message | ({"name": self.name} if self.name else {})
 
 
-Asked = BeforeValidator(partial(asked, refused=REFUSED_IN_MESSAGES, ignored=frozenset()))
-Messages = Annotated[list[Annotated[Message, Asked]], Field(min_length=1, fail_fast=True)]
+Asked = BeforeValidator(
+    partial(asked, known=Message.model_fields, refused=REFUSED_IN_MESSAGES, ignored=frozenset()), Message
+)
+Messages = Annotated[
+    list[Annotated[Message, Asked]],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(at_most(MAX_MESSAGES)),
+]
 
 
 class StreamOptions(BaseModel):
     model_config = STRICT
     include_usage: bool = False
     include_obfuscation: bool = False  # random padding against eavesdroppers; never sent
+
+
+NoNulls = BeforeValidator(
+    partial(asked, known=StreamOptions.model_fields, refused={}, ignored=frozenset()), StreamOptions
+)
 
 
 class Sampling(BaseModel):
@@ -148,12 +191,12 @@ class Sampling(BaseModel):
     min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: Stop = []
-    stop_token_ids: list[TokenId] = Field([], max_length=256)
+    stop_token_ids: StopIds = []
     seed: int | None = Field(None, ge=-(2**63), lt=2**63 - MAX_CHOICES)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: Bias = Field({}, max_length=1024)
+    logit_bias: Bias = {}
     ignore_eos: bool = False
     cache_salt: str = Field("", max_length=256)
     stream: bool = False
@@ -223,7 +266,11 @@ class ChatRequest(Sampling):
 
 
 class CompletionRequest(Sampling):
-    prompt: Annotated[list[Prompt], Field(max_length=MAX_SEQUENCES, fail_fast=True), BeforeValidator(prompts)]
+    prompt: Annotated[
+        list[Prompt],
+        Field(fail_fast=True),
+        BeforeValidator(prompts, str | TokenIds | Annotated[list[str | TokenIds], Field(max_length=MAX_SEQUENCES)]),
+    ]
     max_tokens: Count = 16
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
@@ -293,12 +340,12 @@ def parse(kind: type[T], body: bytes) -> T:
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
     try:
-        return kind.model_validate(asked(fields))
+        return kind.model_validate(asked(fields, kind.model_fields))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if not first["loc"]:  # of the request as a whole; the type names the field
         raise ApiError(400, first["msg"], first["type"], "invalid_value")
-    param = ".".join(map(str, first["loc"]))
+    param = ".".join(map(str, first["loc"]))[:100]
     if first["type"] == "extra_forbidden":
         raise ApiError(400, f"{param} is no known parameter; leave it out", param, "unknown_parameter")
     if first["type"] == "missing":

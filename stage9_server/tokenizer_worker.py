@@ -1,10 +1,13 @@
 """Text to token ids, beside the engine: a slow template or a long text delays nobody's next token."""
 
 import faulthandler
+import resource
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from common.checkpoint import load_tokenizer
 from common.config import UserError
@@ -13,6 +16,8 @@ from stage9_server.ipc import API, SCHEDULER, Settings, Worker, run_worker
 from stage9_server.messages import Detokenize, Detokenized, Failed, Generate, Message, Tokenize, Tokenized
 
 TIME_LIMIT = 5.0  # seconds for one call; a chat template is a program, and may be an endless one
+MAX_BYTES = 1 << 20  # of text in one call: a few seconds' work, for nothing can stop the tokenizer in the middle
+MEMORY = 8 << 30  # bytes that templates and texts may take, beyond what was there before the first call
 
 
 class Tokenizing:
@@ -37,9 +42,11 @@ class Tokenizing:
         return API, Failed(message.uids if isinstance(message, Tokenize) else [message.uid], 400, reason)
 
     def tokenize(self, call: Tokenize) -> tuple[str, Message]:
+        size = sum(len(text.encode()) for text in self.texts(call))
+        if size > MAX_BYTES:
+            raise UserError(f"the text has {size} bytes, and at most {MAX_BYTES} are taken; send less, or token ids")
         if call.params is None:
             return API, Tokenized(call.uids[0], self.ids(call))
-        size = sum(len(text.encode()) for text in self.texts(call))
         if size > call.max_len * self.tokenizer.longest_token:  # not worth the time to count
             raise UserError(too_long(call.max_len, f"more than {call.max_len}"))
         ids = self.ids(call)
@@ -50,7 +57,7 @@ class Tokenizing:
 
     @staticmethod
     def texts(call: Tokenize) -> list[str]:
-        return [m.get("content") or "" for m in call.messages or []] + [call.text or ""]
+        return [text for message in call.messages or [] for text in message.values()] + [call.text or ""]
 
     def ids(self, call: Tokenize) -> list[int]:
         if call.messages is not None:
@@ -76,7 +83,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     before = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(2 * seconds, exit=True)
+    faulthandler.dump_traceback_later(4 * seconds, exit=True)
     try:
         yield
     finally:
@@ -85,9 +92,18 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def limit_memory(more: int) -> None:
+    """A template that fills the memory gets a MemoryError, before the machine is in need."""
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit, hard = pages * resource.getpagesize() + more, resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
 def main(settings: Settings) -> None:
     worker = Worker(settings)
     tokenizing = Tokenizing(load_tokenizer(settings.engine.model) or ByteTokenizer())
+    limit_memory(MEMORY)
     worker.ready()
     while True:
         for message in worker.receive(wait=True):

@@ -14,11 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from common.checkpoint import fetch_default
 from common.config import EngineConfig
 
 torch.set_num_threads(1)  # tiny models gain nothing from threads
+
+# What tests of random histories build on: HYPOTHESIS_PROFILE=nightly tries many more, and others every time.
+base = settings(deadline=None, suppress_health_check=[*HealthCheck])
+settings.register_profile("ci", base, derandomize=True, max_examples=100, stateful_step_count=30)
+settings.register_profile("nightly", base, max_examples=2000, stateful_step_count=60, print_blob=True)
+PROFILE = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+TIME_LIMIT = 300 if PROFILE.derandomize else 3 * 3600  # seconds that a test may take
 
 MAX_POSITION = 512
 SHAPE = {
@@ -119,12 +127,16 @@ def tiny_checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def text_checkpoint(tmp_path_factory) -> Checkpoint:
+    return make_text_checkpoint(tmp_path_factory.mktemp("text") / "model")
+
+
+def make_text_checkpoint(folder: Path) -> Checkpoint:
     """A tiny Llama with a tokenizer: <s>, </s>, then a token a byte; a chat template that can be made to fail; </s> ends a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     vocab = {word: i for i, word in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    checkpoint = make_checkpoint(tmp_path_factory.mktemp("text") / "model", "llama", vocab_size=len(vocab))
+    checkpoint = make_checkpoint(folder, "llama", vocab_size=len(vocab))
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -148,13 +160,13 @@ def default_model() -> Path:
 
 @pytest.fixture(autouse=True)
 def no_test_hangs():
-    """An engine that can't go on would be stepped for ever: after five minutes a test fails."""
+    """An engine that can't go on would be stepped for ever: after TIME_LIMIT seconds a test fails."""
 
     def give_up(*_):
-        raise TimeoutError("the test ran for five minutes")
+        raise TimeoutError(f"the test ran for {TIME_LIMIT} seconds")
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(300)
+    signal.alarm(TIME_LIMIT)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)

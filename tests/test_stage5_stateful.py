@@ -5,11 +5,10 @@ every request has exactly its text and its reason, and no page or slot is held. 
 retracted all the time. HYPOTHESIS_PROFILE=nightly tries many more histories.
 """
 
-import os
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
@@ -17,7 +16,7 @@ from stage2_req.build import build_engine as build_stage2
 from stage2_req.sampling import SamplingParams
 from stage4_batch.build import build_engine as build_stage4
 from stage5_paged.build import build_engine as build_stage5
-from tests.conftest import reference
+from tests.conftest import PROFILE, reference
 
 # (stage, page size, tokens in the pool, budget, requests at a time)
 ENGINES = [
@@ -26,10 +25,7 @@ ENGINES = [
     (5, 4, 48, 5, 6), (5, 4, 40, 64, 1), (5, 16, 57, 64, 2), (5, 16, 120, 16, 6),
 ]  # fmt: skip
 
-base = settings(deadline=None, suppress_health_check=[*HealthCheck])
-settings.register_profile("ci", base, derandomize=True, max_examples=5, stateful_step_count=30)
-settings.register_profile("nightly", base, max_examples=2000 // len(ENGINES), stateful_step_count=80, print_blob=True)
-PROFILE = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+SETTINGS = settings(PROFILE, max_examples=PROFILE.max_examples // len(ENGINES))
 
 PROMPT_LENGTHS = (1, 3, 4, 8, 16, 17, 30)
 LONGEST = 32  # tokens asked for at the most
@@ -168,6 +164,6 @@ def test_random_histories(oracle, stage, page_size, kv_tokens, budget, max_runni
 
     if PROFILE.derandomize:
         seed(page_size * kv_tokens * budget * max_running)(history)
-    run_state_machine_as_test(history, settings=PROFILE)
+    run_state_machine_as_test(history, settings=SETTINGS)
     if stage == 5 and budget > 1 < max_running:
         assert tally["retracted"] > 0

@@ -195,6 +195,41 @@ def test_an_interrupted_generate_leaves_a_usable_engine(llama, texts, monkeypatc
     assert engine.stats().usage == 0
 
 
+def test_retracted_and_let_in_again_at_once(llama, texts):
+    """The same requests as in the step under way, with one new position each: but that is not their newest one."""
+    engine = build_engine(small(llama, max_batch_tokens=1))
+    engine.add(llama.prompt(8), SamplingParams(max_tokens=LONGEST))
+    said = [output.token_id for _ in range(12) for output in engine.step()]
+    assert 0 < len(said) < LONGEST
+    engine.scheduler.retract()
+    while engine.has_work():
+        said += [output.token_id for output in engine.step()]
+    assert said == texts[8, "greedy"]
+
+
+def test_tokens_are_read_after_their_copy_has_run(llama, texts):
+    """As on a GPU, where the copy arrives only when it is waited for: before that its memory holds anything."""
+
+    class Copy:
+        def __init__(self, source, target):
+            self.source, self.target = source.clone(), target.fill_(-1)
+
+        def synchronize(self):
+            self.target.copy_(self.source)
+
+    engine = build_engine(small(llama))
+    send = engine.send
+
+    def send_slowly(batch):
+        step = send(batch)
+        step.copied = Copy(step.samples.tokens, step.on_host.tokens)
+        return step
+
+    engine.send = send_slowly
+    reqs = engine.generate([llama.prompt(8), llama.prompt(16)], SamplingParams(max_tokens=LONGEST))
+    assert [req.output_ids for req in reqs] == [texts[8, "greedy"], texts[16, "greedy"]]
+
+
 def test_penalties_see_the_whole_text(llama):
     """The penalty on a token must hold in the very next step."""
     params = SamplingParams(max_tokens=20, presence_penalty=2.0, frequency_penalty=2.0, logit_bias={3: 10.0})

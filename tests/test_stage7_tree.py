@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from stage7_radix.radix_tree import RadixTree
-from tests.test_stage5_stateful import PROFILE
+from tests.conftest import PROFILE
 
-SETTINGS = settings(PROFILE, max_examples=10 * PROFILE.max_examples, stateful_step_count=60)
+SETTINGS = settings(PROFILE, max_examples=PROFILE.max_examples, stateful_step_count=60)
 
 
 class History(RuleBasedStateMachine):
