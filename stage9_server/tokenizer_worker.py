@@ -103,6 +103,9 @@ def limit_memory(more: int) -> None:
 def main(settings: Settings) -> None:
     worker = Worker(settings)
     tokenizing = Tokenizing(load_tokenizer(settings.engine.model) or ByteTokenizer())
+    Tokenizing(tokenizing.tokenizer, 60).handle(
+        Tokenize([0], messages=[{"role": "user", "content": ""}])
+    )  # loads Jinja
     limit_memory(MEMORY)
     worker.ready()
     while True:
