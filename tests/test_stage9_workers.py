@@ -52,7 +52,7 @@ def tokenizer(text_checkpoint):
 
 @pytest.fixture(scope="module")
 def tokenizing(tokenizer):
-    return Tokenizing(tokenizer, time_limit=0.3)
+    return Tokenizing(tokenizer, time_limit=1.0)
 
 
 def call(**changes) -> Tokenize:
@@ -134,7 +134,7 @@ def test_a_failure_is_told_and_passes(tokenizing, message):
 def test_an_endless_template_is_stopped(tokenizing, tokenizer, monkeypatch):
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     monkeypatch.setattr(tokenizer.hf, "chat_template", endless)
-    assert "longer than 0.3 s" in tokenizing.handle(call(messages=chat("hi")))[1].message
+    assert "longer than 1 s" in tokenizing.handle(call(messages=chat("hi")))[1].message
     monkeypatch.undo()
     assert isinstance(tokenizing.handle(call(messages=chat("hi")))[1], Generate)
 
@@ -145,7 +145,7 @@ def test_code_that_python_can_not_interrupt_ends_the_process():
     if pid == 0:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            with time_limit(0.1):
+            with time_limit(0.5):
                 sum(range(10**12))  # all in C
         finally:
             os._exit(0)
