@@ -212,7 +212,7 @@ MUTATIONS = [
         "stage7_radix/radix_tree.py",
         "if node.used == used and not (node.children or node.locks):",
         "if node.used == used and not node.children:",
-        "test_stage7_tree.py::test_the_tree_is_a_dict_of_prefixes",
+        "test_stage7_tree.py::test_what_was_locked_right_after_its_insertion_stays",
     ),
     Mutation(
         "every rank draws for itself",

@@ -182,6 +182,17 @@ def test_order_of_eviction_after_a_split():
     assert sorted(tree.evict(2).tolist()) == [0, 1]
 
 
+def test_what_was_locked_right_after_its_insertion_stays():
+    """Its entry in the heap is as fresh as the node: only the lock says that it must not go."""
+    tree = RadixTree(1)
+    node, _ = tree.insert([1, 2, 3], np.arange(3, dtype=np.int32))
+    tree.lock(node)
+    assert len(tree.evict(3)) == 0
+    tree.check_integrity([node])
+    tree.unlock(node)
+    assert sorted(tree.evict(3)) == [0, 1, 2]
+
+
 def test_a_split_keeps_locks_and_handles():
     tree = RadixTree(1)
     node, _ = tree.insert([1, 2, 3, 4], pages(0, 1, 2, 3))
