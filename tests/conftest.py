@@ -24,7 +24,7 @@ torch.set_num_threads(1)  # tiny models gain nothing from threads
 # What tests of random histories build on: HYPOTHESIS_PROFILE=nightly tries many more, and others every time.
 base = settings(deadline=None, suppress_health_check=[*HealthCheck])
 settings.register_profile("ci", base, derandomize=True, max_examples=100, stateful_step_count=30)
-settings.register_profile("nightly", base, max_examples=2000, stateful_step_count=60, print_blob=True)
+settings.register_profile("nightly", base, max_examples=2000, stateful_step_count=80, print_blob=True)
 PROFILE = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 TIME_LIMIT = 300 if PROFILE.derandomize else 3 * 3600  # seconds that a test may take
 

@@ -25,7 +25,7 @@ ENGINES = [
     (5, 4, 48, 5, 6), (5, 4, 40, 64, 1), (5, 16, 57, 64, 2), (5, 16, 120, 16, 6),
 ]  # fmt: skip
 
-SETTINGS = settings(PROFILE, max_examples=PROFILE.max_examples // len(ENGINES))
+SETTINGS = settings(PROFILE, max_examples=5 if PROFILE.derandomize else PROFILE.max_examples // len(ENGINES))
 
 PROMPT_LENGTHS = (1, 3, 4, 8, 16, 17, 30)
 LONGEST = 32  # tokens asked for at the most
