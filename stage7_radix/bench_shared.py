@@ -18,12 +18,9 @@ from common import cli, report, workload
 from common.config import UserError
 from stage2_req.engine import Engine
 from stage2_req.sampling import SamplingParams
+from stage6_cudagraph.bench_offline import ENGINE_FLAGS
 from stage7_radix.build import build_engine
 
-ENGINE_FLAGS = (
-    *("max_running", "max_batch_tokens", "page_size", "kv_tokens", "memory_fraction"),
-    *("graph", "graph_max_batch", "overlap"),
-)
 REQUESTS, GROUPS, PREFIX, QUESTION, ANSWER = 256, 8, 2048, 64, 128
 COLUMNS = ["cache", "hit rate, %", "seconds", "output tokens/s", "prompt tokens/s", "TTFT p50, ms", "p99"]
 

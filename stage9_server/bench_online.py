@@ -21,7 +21,6 @@ from stage7_radix.params import RequestParams
 from stage8_tp.build import build_engine
 from stage9_server import launch, load
 from stage9_server.client import completions
-from stage9_server.run import as_flags
 
 COLUMNS = ["way", "round", "requests", "output tokens", "seconds", "output tokens/s"]
 TEMPERATURE = 0.6
@@ -38,7 +37,7 @@ def main() -> None:
     items = workload.offline(args.scale, vocab_size)[: max(1, round(256 * args.scale))]
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # whose end frees the device's memory
         rows = pool.submit(offline, cli.config(args), items, args.rounds).result()
-    with launch.running(*as_flags(args), "--port", "0", "--max-queue", str(len(items))) as server:
+    with launch.running(*launch.as_flags(args), "--port", "0", "--max-queue", str(len(items))) as server:
         summaries = online(server.url, args.model, items, args.rounds)
     rows += [row("online", i, len(items), s.output_tokens, s.seconds) for i, s in enumerate(summaries, 1)]
     percent = round(100 * rows[-1][-1] / rows[args.rounds - 1][-1], 1)

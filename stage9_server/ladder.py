@@ -22,17 +22,7 @@ from stage2_req.sampling import SamplingParams
 from stage9_server import launch
 from stage9_server import load as offered
 from stage9_server.client import completions
-from stage9_server.run import as_flags
 
-ENGINES = {
-    2: "stage2_req",
-    3: "stage3_kvcache",
-    4: "stage4_batch",
-    5: "stage5_paged",
-    6: "stage6_cudagraph",
-    7: "stage7_radix",
-    8: "stage8_tp",
-}
 NAMES = {1: "naive", 2: "req", 3: "kvcache", 4: "batch", 5: "paged", 6: "cudagraph", 7: "radix", 8: "tp", 9: "server"}
 IN_LINE = (1, 2, 3)  # stages that serve one request after the other
 COLUMNS = ["stage", "requests run", "output tokens/s", "TTFT p50, ms"]
@@ -95,7 +85,7 @@ def naive(config: EngineConfig) -> Callable[[list[workload.Item]], list[Timing]]
 
 
 def engine(config: EngineConfig, stage: int) -> Callable[[list[workload.Item]], list[Timing]]:
-    built = importlib.import_module(f"{ENGINES[stage]}.build").build_engine(config)
+    built = importlib.import_module(f"stage{stage}_{NAMES[stage]}.build").build_engine(config)
 
     def together(items: list[workload.Item]) -> list[Timing]:
         params = [SamplingParams(max_tokens=item.max_tokens, ignore_eos=True) for item in items]
@@ -121,7 +111,7 @@ def summary(timings: list[Timing], requests: int, in_line: bool) -> tuple[float,
 
 def server(args, items: list[workload.Item]) -> tuple[float, float]:
     """Stage 9: the same requests as streams of the running server."""
-    with launch.running(*as_flags(args), "--port", "0") as running:
+    with launch.running(*launch.as_flags(args), "--port", "0") as running:
         target = offered.Server(running.url)
         for salt in ("warm", "counts"):
             path, bodies = completions(args.model, items, 0.0, cache_salt=salt)

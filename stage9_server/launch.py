@@ -290,6 +290,18 @@ class Running:
     lines: list[str] = field(default_factory=list)  # that it has printed
 
 
+def as_flags(args) -> list[str]:
+    """The engine's flags of a script, to start a server with."""
+    flags = []
+    for name in ENGINE_FLAGS:
+        flag, value = name.replace("_", "-"), getattr(args, name, None)
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            flags += [f"--{flag}", str(value)]
+    return flags
+
+
 @contextlib.contextmanager
 def running(*flags: str, timeout: float = 300.0) -> Iterator[Running]:
     """Start a server with these flags, wait until it answers, and stop it at the end. UserError if it doesn't start."""

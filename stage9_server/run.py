@@ -29,7 +29,7 @@ def main() -> None:
     args = parser.parse_args()
     report.heading("Four kinds of process")
     start = time.perf_counter()
-    with launch.running(*as_flags(args), "--port", "0") as server:
+    with launch.running(*launch.as_flags(args), "--port", "0") as server:
         data = {"seconds to start": round(time.perf_counter() - start, 1)}
         for line in server.lines:
             report.say(line)
@@ -46,18 +46,6 @@ def main() -> None:
     data["stop"] = stopped(server, time.perf_counter() - stopping)
     if args.save:
         report.save(__file__, "", args, {"columns": ["", *load.COLUMNS], **data})
-
-
-def as_flags(args) -> list[str]:
-    """The engine's flags for `launch`, as they were given here."""
-    flags = []
-    for name in launch.ENGINE_FLAGS:
-        flag, value = name.replace("_", "-"), getattr(args, name, None)
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            flags += [f"--{flag}", str(value)]
-    return flags
 
 
 def metrics(url: str) -> dict[str, float]:

@@ -3,15 +3,18 @@ nobody's next token and a crowd of short ones does not starve it; slots are hand
 """
 
 import random
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
 import torch
 
+from common.config import UserError
 from common.kernels import portable
 from stage2_req.req import Batch, Req
 from stage2_req.sampling import SamplingParams
 from stage2_req.trace import TracedRunner
+from stage4_batch.attention import SlotAttention
 from stage4_batch.build import build_engine
 from stage4_batch.cache import SlotCacheManager
 from tests.conftest import copy_with_eos, reference
@@ -342,3 +345,12 @@ def test_the_decode_kernel_finds_each_request_in_its_slot(heads, lens):
     keys, values = (torch.cat([pair[i] for pair in rows]) for i in (0, 1))
     expected = portable.flash_attn_varlen_func(q[:, 0], keys, values, bounds_q, bounds_k, 1, max(lens), causal=True)
     torch.testing.assert_close(out[:, 0], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_kernel_that_reads_blocks_says_what_size_it_wants(build):
+    """flash-attn reads blocks of 256 rows: a slot of 80 is told so before anything is computed, one of 512 is served."""
+    attention = build().runner.runner.attention
+    kernels, rest = replace(attention.kernels, block_multiple=256), (attention.pool, attention.cache, attention.device)
+    with pytest.raises(UserError, match="blocks of 256 tokens, not 80"):
+        SlotAttention(kernels, *rest)
+    assert SlotAttention(kernels, *rest, block_size=512).block_size == 512

@@ -17,6 +17,7 @@ from stage2_req.sampling import SamplingParams
 from stage5_paged.build import build_engine as build_stage5
 from stage6_cudagraph.build import build_engine
 from stage6_cudagraph.graph_runner import graph_sizes
+from tests.histories import History
 
 CUDA = pytest.mark.gpu
 KINDS = {
@@ -51,34 +52,19 @@ def small(llama, **changes) -> EngineConfig:
 
 def random_history(engine, llama, texts, rng: random.Random, requests: int) -> None:
     """Random adds and aborts between steps; every request must say what stage 2 says, and nothing be left behind."""
-    live, said, ended = {}, {}, {}
+    history = History(engine, rng)
     while requests or engine.has_work():
         if requests and rng.random() < 0.4:
             requests -= 1
             length, kind, n = rng.choice(LENGTHS), rng.choice([*KINDS]), rng.randint(1, LONGEST)
-            text = texts[length, kind]
-            stop = {text[rng.randrange(LONGEST)]} if rng.random() < 0.5 else set()
-            end = next((i + 1 for i, token in enumerate(text[:n]) if token in stop), n)
-            reason = "stop_token" if stop & set(text[:n]) else "max_tokens"
-            params = SamplingParams(max_tokens=n, stop_token_ids=stop, **KINDS[kind])
-            uid = engine.add(llama.prompt(length), params)
-            live[uid], said[uid] = (text[:end], reason), []
-        if (open_uids := [uid for uid in live if uid not in ended]) and rng.random() < 0.06:
-            uid = rng.choice(open_uids)
-            assert engine.abort(uid)
-            ended[uid] = "abort"
-        for output in engine.step():
-            assert output.uid not in ended
-            said[output.uid].append(output.token_id)
-            if output.finish_reason:
-                ended[output.uid] = output.finish_reason
-        engine.cache.check_integrity()
-    for uid, (text, reason) in live.items():
-        if ended[uid] == "abort":
-            assert said[uid] == text[: len(said[uid])]
-        else:
-            assert (said[uid], ended[uid]) == (text, reason)
-    assert engine.stats().usage == 0
+
+            def params(stop, kind=kind, n=n):
+                return SamplingParams(max_tokens=n, stop_token_ids=stop, **KINDS[kind])
+
+            history.add(llama.prompt(length), texts[length, kind], n, 0.5, params)
+        history.abort_one(0.06)
+        history.step()
+    history.check()
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])

@@ -21,6 +21,7 @@ from stage7_radix.build import build_engine
 from stage7_radix.cache import RadixCacheManager
 from stage7_radix.params import RequestParams
 from tests.conftest import reference
+from tests.histories import History
 
 CPU = torch.device("cpu")
 SEEDS = 60 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 3
@@ -507,41 +508,27 @@ def families(llama):
 
 def random_history(engine, families: Families, rng: random.Random, requests: int) -> None:
     """Random adds, aborts and retractions between steps; everybody says what stage 2 says, and nothing stays held."""
-    want, said, ended, limit = {}, {}, {}, 100 * requests
+    history, limit = History(engine, rng), 100 * requests
     while requests or engine.has_work():
         if requests and rng.random() < 0.4:
             prompt, kind = families.prompt(rng), rng.choice(["greedy", *KINDS])
             for _ in range(min(requests, rng.choice([1, 1, 1, 2, 3]))):
                 requests -= 1
                 n, text = rng.randint(1, LONGEST), families.text(prompt, kind)
-                stop = {text[rng.randrange(LONGEST)]} if rng.random() < 0.3 else set()
-                end = next((i + 1 for i, token in enumerate(text[:n]) if token in stop), n)
-                params = RequestParams(
-                    max_tokens=n, stop_token_ids=stop, cache_salt=rng.choice(["", "", "a"]), **KINDS[kind]
-                )
-                uid = engine.add(prompt, params)
-                want[uid], said[uid] = (text[:end], "stop_token" if stop & set(text[:n]) else "max_tokens"), []
-        if (live := [uid for uid in want if uid not in ended]) and rng.random() < 0.08:
-            uid = rng.choice(live)
-            assert engine.abort(uid)
-            ended[uid] = "abort"
+
+                def params(stop, kind=kind, n=n):
+                    salt = rng.choice(["", "", "a"])
+                    return RequestParams(max_tokens=n, stop_token_ids=stop, cache_salt=salt, **KINDS[kind])
+
+                history.add(prompt, text, n, 0.3, params)
+        history.abort_one(0.08)
         if engine.scheduler.running and rng.random() < 0.05:
             engine.scheduler.retract()
-        for output in engine.step():
-            assert output.uid not in ended
-            said[output.uid].append(output.token_id)
-            if output.finish_reason:
-                ended[output.uid] = output.finish_reason
-        engine.cache.check_integrity()
+        history.step()
         limit -= 1
         assert limit, "no end in sight"
-    for uid, (text, reason) in want.items():
-        if ended[uid] == "abort":
-            assert said[uid] == text[: len(said[uid])]
-        else:
-            assert (said[uid], ended[uid]) == (text, reason)
+    history.check()
     cache = engine.cache
-    assert engine.stats().usage == 0
     assert cache.allocator.num_free + cache.tree.num_pages == cache.allocator.num_pages
 
 

@@ -27,6 +27,7 @@ from stage8_tp.meter import MeteredRanks
 from stage8_tp.ranks import Alone, join
 from stage8_tp.shard import Shard, VocabParallelEmbedding, load_shard, shard_model
 from tests.conftest import CHECKPOINTS, make_checkpoint
+from tests.histories import History
 from tests.ranks import ThreadRanks, build_ranks, on_ranks, start_ranks
 
 # 3 KV heads and 97 words: nothing that 2 or 6 ranks could deal out evenly
@@ -264,38 +265,23 @@ def texts(llama):
 
 def random_history(engine, llama, texts, rng: random.Random, requests: int) -> None:
     """Random adds and aborts between steps, now and then a generate; everybody says what one rank says."""
-    want, said, ended = {}, {}, {}
+    history = History(engine, rng)
     while requests or engine.has_work():
         if requests and rng.random() < 0.7:
             requests -= 1
             length, kind, n = rng.choice(LENGTHS), rng.choice([*KINDS]), rng.randint(1, LONGEST)
-            text = texts[length, kind]
-            stop = {text[rng.randrange(LONGEST)]} if rng.random() < 0.5 else set()
-            end = next((i + 1 for i, token in enumerate(text[:n]) if token in stop), n)
-            reason = "stop_token" if stop & set(text[:n]) else "max_tokens"
-            salt = rng.choice(["", "", "a"])
-            params = RequestParams(max_tokens=n, stop_token_ids=stop, cache_salt=salt, **KINDS[kind])
-            uid = engine.add(llama.prompt(length), params)
-            want[uid], said[uid] = (text[:end], reason), []
-        if (live := [uid for uid in want if uid not in ended]) and rng.random() < 0.07:
-            uid = rng.choice(live)
-            assert engine.abort(uid)
-            ended[uid] = "abort"
-        for output in engine.step():
-            assert output.uid not in ended
-            said[output.uid].append(output.token_id)
-            if output.finish_reason:
-                ended[output.uid] = output.finish_reason
-        engine.cache.check_integrity()
+
+            def params(stop, kind=kind, n=n):
+                salt = rng.choice(["", "", "a"])
+                return RequestParams(max_tokens=n, stop_token_ids=stop, cache_salt=salt, **KINDS[kind])
+
+            history.add(llama.prompt(length), texts[length, kind], n, 0.5, params)
+        history.abort_one(0.07)
+        history.step()
         if not engine.has_work() and rng.random() < 0.3:
             req = engine.generate([llama.prompt(8)], SamplingParams(max_tokens=5))[0]
             assert req.output_ids == texts[8, "greedy"][:5]
-    for uid, (text, reason) in want.items():
-        if ended[uid] == "abort":
-            assert said[uid] == text[: len(said[uid])]
-        else:
-            assert (said[uid], ended[uid]) == (text, reason)
-    assert engine.stats().usage == 0
+    history.check()
 
 
 @pytest.mark.parametrize(("world", "page_size", "budget", "graph", "overlap"), [
