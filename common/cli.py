@@ -6,9 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from common.config import DEVICE_DEFAULTS, EngineConfig, UserError
-from common.device import DTYPES
-from common.kernels import KERNELS
+from common.config import DEVICE_DEFAULTS, DTYPES, KERNELS, EngineConfig, UserError
 
 # flag -> (type, help); the defaults are EngineConfig's
 FLAGS = {

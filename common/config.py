@@ -3,6 +3,9 @@
 import math
 from dataclasses import dataclass, replace
 
+DTYPES = ("float32", "bfloat16", "float16")
+KERNELS = ("auto", "portable", "flash", "triton")  # for attention; common/kernels says who they are
+
 # architecture -> (q, k and v have a bias, q and k are normalised a head). None: config.attention_bias decides.
 ARCHITECTURES = {
     "LlamaForCausalLM": (None, False),
@@ -100,8 +103,8 @@ class EngineConfig:
 
     model: str = "smollm2-135m"
     device: str = "auto"  # auto | cpu | cuda | cuda:N
-    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
-    attn: str = "auto"  # a name in common.kernels.KERNELS
+    dtype: str = "auto"  # auto, or one of DTYPES
+    attn: str = "auto"  # one of KERNELS
     seed: int = 0  # decides the draws of requests that bring no seed of their own
     max_model_len: int | None = None  # prompt and output together, in tokens; never more than the model was made for
     max_running: int | None = None  # requests that compute at the same time

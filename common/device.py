@@ -3,9 +3,7 @@
 import numpy as np
 import torch
 
-from common.config import UserError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from common.config import DTYPES, UserError
 
 
 def resolve_device(name: str) -> torch.device:
@@ -30,7 +28,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         name = "bfloat16" if native else "float32"
     if name not in DTYPES:
         raise UserError(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return getattr(torch, name)
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from common.config import UserError
+from common.fetch import resolve_model
 
 
 def _gpt2_bytes() -> dict[str, int]:
@@ -96,3 +97,8 @@ class IncrementalDecoder:
     def flush(self) -> str:
         """What was held back: nothing, or a replacement character. Call it once, at the end."""
         return self.utf8.decode(b"", True)
+
+
+def load_tokenizer(name: str) -> Tokenizer | None:
+    """None for a dummy model, which has no text."""
+    return None if name.startswith("dummy:") else Tokenizer(resolve_model(name))

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from common import cli, report
-from common.checkpoint import load, load_tokenizer
+from common.checkpoint import load
 from common.config import UserError
 from common.device import resolve_device, synchronize
-from common.tokenizer import IncrementalDecoder
+from common.tokenizer import IncrementalDecoder, load_tokenizer
 from stage1_naive import toy
 from stage1_naive.generate import generate
 

@@ -12,8 +12,9 @@ from common.config import ModelConfig, UserError
 from common.device import upload
 from common.interfaces import CacheManager, Runner, Scheduler
 from common.interfaces import Sampler as SamplerPart
+from stage2_req.params import SamplingParams, check_vocab
 from stage2_req.req import Batch, Output, Req
-from stage2_req.sampling import Samples, SamplingParams, check_vocab
+from stage2_req.sampling import Samples
 
 
 @dataclass

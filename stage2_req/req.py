@@ -18,7 +18,8 @@ import torch
 from common.device import upload
 
 if TYPE_CHECKING:
-    from stage2_req.sampling import Logprobs, SamplingParams
+    from stage2_req.params import SamplingParams
+    from stage2_req.sampling import Logprobs
 
 
 class Req:

@@ -9,10 +9,11 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 
 from common import cli, report
-from common.checkpoint import load_tokenizer
+from common.tokenizer import load_tokenizer
 from stage2_req.build import build_engine
+from stage2_req.params import SamplingParams
 from stage2_req.req import Req
-from stage2_req.sampling import Sampler, SamplingParams
+from stage2_req.sampling import Sampler
 from stage2_req.trace import TracedRunner
 
 REQUESTS = {  # what is asked for: (prompt, params)

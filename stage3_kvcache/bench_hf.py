@@ -12,9 +12,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 
 from common import cli, report
-from common.checkpoint import load_tokenizer, resolve_model
 from common.device import resolve_device, resolve_dtype
-from stage2_req.sampling import SamplingParams
+from common.fetch import resolve_model
+from common.tokenizer import load_tokenizer
+from stage2_req.params import SamplingParams
 from stage3_kvcache.build import build_engine
 
 

@@ -17,7 +17,7 @@ from common.checkpoint import empty_model, load
 from common.config import ModelConfig
 from common.kernels import portable
 from stage1_naive.generate import generate
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage3_kvcache.build import build_engine
 
 COLUMNS = [

@@ -10,10 +10,11 @@ import time
 import numpy as np
 
 from common import cli, report
-from common.checkpoint import load, load_tokenizer
+from common.checkpoint import load
 from common.config import DUMMY_MODELS, UserError
+from common.tokenizer import load_tokenizer
 from stage1_naive.generate import generate
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage2_req.trace import TracedRunner
 from stage3_kvcache.build import build_engine
 

@@ -11,7 +11,7 @@ import numpy as np
 from common import cli, report
 from common.config import UserError
 from stage2_req.engine import Engine
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage4_batch.build import build_engine
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

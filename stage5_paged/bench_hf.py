@@ -12,10 +12,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 
 from common import cli, report, workload
-from common.checkpoint import resolve_model
 from common.config import UserError
 from common.device import resolve_device, resolve_dtype
-from stage2_req.sampling import SamplingParams
+from common.fetch import resolve_model
+from stage2_req.params import SamplingParams
 from stage5_paged.build import build_engine
 
 

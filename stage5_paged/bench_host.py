@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from common import cli, report
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage5_paged.build import build_engine
 
 PARTS = ("schedule", "prepare and look up ids", "plan attention", "sample", "commit", "update")

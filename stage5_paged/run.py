@@ -10,10 +10,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import numpy as np
 
 from common import cli, report, workload
-from common.checkpoint import load_tokenizer
 from common.config import EngineConfig
+from common.tokenizer import load_tokenizer
 from stage2_req.engine import Engine
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage4_batch.build import build_engine as build_slots
 from stage5_paged.build import build_engine
 

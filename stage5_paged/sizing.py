@@ -8,9 +8,10 @@ import torch
 from common.checkpoint import Loaded
 from common.config import UserError
 from stage2_req.attention import FullAttention
+from stage2_req.params import SamplingParams
 from stage2_req.req import Batch, Req
 from stage2_req.runner import ModelRunner
-from stage2_req.sampling import Sampler, SamplingParams
+from stage2_req.sampling import Sampler
 
 
 def pool_tokens(m: Loaded) -> int:

@@ -17,7 +17,7 @@ from common import cli, report
 from common.config import DUMMY_MODELS, EngineConfig, ModelConfig, UserError
 from common.device import resolve_device
 from stage2_req.engine import Engine
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage6_cudagraph.build import build_engine
 
 READ, MATMUL = 4.4e12, 790e12  # of an H200: bytes and bfloat16 FLOPs a second

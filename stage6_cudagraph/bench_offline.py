@@ -13,7 +13,7 @@ from common import cli, report, workload
 from common.config import UserError
 from common.device import synchronize
 from stage2_req.engine import Engine
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage6_cudagraph.bench_limits import READ, parameters
 from stage6_cudagraph.build import build_engine
 from stage6_cudagraph.profiling import device_ms, profile_steps

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from common import cli, report
-from common.checkpoint import load_tokenizer
 from common.device import resolve_device
+from common.tokenizer import load_tokenizer
 from stage2_req.engine import Engine
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage5_paged.build import build_engine as build_stage5
 from stage6_cudagraph.build import build_engine
 from stage6_cudagraph.profiling import device_ms, name_ranges, profile_steps, show_kernels

@@ -17,7 +17,7 @@ import torch
 from common import cli, report, workload
 from common.config import UserError
 from stage2_req.engine import Engine
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage6_cudagraph.bench_offline import ENGINE_FLAGS
 from stage7_radix.build import build_engine
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 
 
 @dataclass(frozen=True)

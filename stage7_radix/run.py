@@ -10,12 +10,12 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import numpy as np
 
 from common import cli, report, workload
-from common.checkpoint import load_tokenizer
 from common.config import EngineConfig
 from common.interfaces import CacheManager
+from common.tokenizer import load_tokenizer
 from stage2_req.engine import Engine
+from stage2_req.params import SamplingParams
 from stage2_req.req import Req
-from stage2_req.sampling import SamplingParams
 from stage7_radix.build import build_engine
 from stage7_radix.show import drawing
 

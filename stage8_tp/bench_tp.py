@@ -20,7 +20,7 @@ from common import cli, report, workload
 from common.checkpoint import empty_model
 from common.config import DUMMY_MODELS, EngineConfig, UserError
 from common.device import synchronize
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage6_cudagraph.profiling import profile_steps
 from stage6_cudagraph.run import start_decoding, stop
 from stage8_tp.build import build_rank

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from common.config import UserError
 from stage2_req.engine import Engine, Stats
+from stage2_req.params import SamplingParams
 from stage2_req.req import Output, Req
-from stage2_req.sampling import Sampler, Samples, SamplingParams
+from stage2_req.sampling import Sampler, Samples
 from stage7_radix.params import RequestParams
 from stage8_tp.ranks import Alone, Ranks
 

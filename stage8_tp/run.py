@@ -16,9 +16,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 
 from common import cli, report
-from common.checkpoint import empty_model, load_tokenizer
+from common.checkpoint import empty_model
 from common.device import synchronize
-from stage2_req.sampling import SamplingParams
+from common.tokenizer import load_tokenizer
+from stage2_req.params import SamplingParams
 from stage7_radix.build import build_engine as build_stage7
 from stage8_tp.build import build_rank
 from stage8_tp.launch import run_ranks

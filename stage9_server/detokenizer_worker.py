@@ -1,6 +1,6 @@
 """Token ids to text, beside the engine; and the one who notices stop strings."""
 
-from common.checkpoint import load_tokenizer
+from common.tokenizer import load_tokenizer
 from stage9_server.byte_tokenizer import ByteTokenizer
 from stage9_server.ipc import API, SCHEDULER, Settings, Worker, run_worker
 from stage9_server.messages import Abort, Failed, Message, Piece, Pieces, Started, Token, TokenLogprob, Tokens

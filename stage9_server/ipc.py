@@ -25,6 +25,7 @@ from stage9_server.messages import Failed, Message, Ready, decode, encode
 
 API, SCHEDULER, DETOKENIZER = "api", "scheduler", "detokenizer"
 PR_SET_PDEATHSIG = 1
+ORPHANED = 128 + signal.SIGHUP  # status of a worker that ends because the API server has died
 
 
 class Settings(msgspec.Struct):
@@ -85,7 +86,7 @@ class Worker:
     def receive(self, wait: bool) -> list[Message]:
         """All that is in the inbox. With `wait`: at least something, or nothing for a second."""
         if wait and not self.inbox.poll(1000) and os.getppid() != self.parent:
-            sys.exit(1)  # for systems that have no signal for this
+            sys.exit(ORPHANED)  # for systems that have no signal for this
         return receive(self.inbox)
 
     def ready(self, **info) -> None:
@@ -107,19 +108,28 @@ def read_settings() -> Settings:
 def run_worker(main: Callable[[Settings], None]) -> None:
     """A worker's process, `python -m stage9_server.NAME_worker SETTINGS`, from the beginning to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody; the API server says what is to be done
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, end_once)
+    signal.signal(signal.SIGHUP, end_once)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    settings, status = read_settings(), 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
+    settings, status = read_settings(), 0
     try:
-        if os.getppid() == settings.parent:  # it may have gone before we could ask for the signal
-            with last_words(settings):
-                main(settings)
+        if os.getppid() != settings.parent:  # it has gone before we could ask for the signal
+            sys.exit(ORPHANED)
+        with last_words(settings):
+            main(settings)
     except SystemExit as end:
         status = end.code
-    if os.getppid() != settings.parent:  # nobody else is left to do it
+    if status == ORPHANED:  # nobody else is left to do it
         shutil.rmtree(settings.folder, ignore_errors=True)
     leave(status)
+
+
+def end_once(number: int, _frame) -> None:
+    """What has to be cleaned up on the way out is not interrupted again: of a process that dies each thread sends a SIGHUP."""
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(ORPHANED if number == signal.SIGHUP else 0)
 
 
 @contextmanager

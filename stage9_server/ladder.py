@@ -18,7 +18,7 @@ from common.checkpoint import load, load_config
 from common.config import EngineConfig, UserError
 from common.device import resolve_device
 from stage1_naive.generate import generate
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage9_server import launch
 from stage9_server import load as offered
 from stage9_server.client import completions

@@ -16,7 +16,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from stage2_req.sampling import MAX_LOGPROBS
+from stage2_req.params import MAX_LOGPROBS
 from stage7_radix.params import RequestParams
 from stage9_server.messages import Piece, Tokenize, TokenLogprob
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from common.checkpoint import load_tokenizer
 from common.config import UserError
+from common.tokenizer import load_tokenizer
 from stage9_server.byte_tokenizer import ByteTokenizer
 from stage9_server.ipc import API, SCHEDULER, Settings, Worker, run_worker
 from stage9_server.messages import Detokenize, Detokenized, Failed, Generate, Message, Tokenize, Tokenized

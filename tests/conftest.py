@@ -16,8 +16,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from common.checkpoint import fetch_default
 from common.config import EngineConfig
+from common.fetch import fetch_default
 
 torch.set_num_threads(1)  # tiny models gain nothing from threads
 

@@ -17,12 +17,13 @@ from typing import NamedTuple
 
 import torch
 
-from common.checkpoint import fetch_default, load, load_tokenizer
+from common.checkpoint import load
 from common.config import EngineConfig
-from common.tokenizer import Tokenizer
+from common.fetch import fetch_default
+from common.tokenizer import Tokenizer, load_tokenizer
 from stage1_naive.generate import generate
 from stage2_req import build as stage2
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage3_kvcache import build as stage3
 from stage4_batch import build as stage4
 from stage5_paged import build as stage5

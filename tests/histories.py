@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 
 
 class History:

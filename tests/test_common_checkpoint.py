@@ -21,8 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common import checkpoint
-from common.checkpoint import GGUF, fetch_default, load, load_config, load_tokenizer, resolve_model, verify_sha256
+from common.checkpoint import load, load_config
 from common.config import DUMMY_MODELS, EngineConfig, UserError
+from common.fetch import GGUF, fetch_default, resolve_model, verify_sha256
+from common.tokenizer import load_tokenizer
 from tests.conftest import CHECKPOINTS, MAX_POSITION, copy_with_eos, make_checkpoint
 
 

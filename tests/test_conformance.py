@@ -11,11 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.checkpoint import load, load_tokenizer
+from common.checkpoint import load
 from common.config import EngineConfig
+from common.tokenizer import load_tokenizer
 from stage1_naive.generate import generate
 from stage2_req import build as stage2
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage3_kvcache import build as stage3
 from stage4_batch import build as stage4
 from stage5_paged import build as stage5

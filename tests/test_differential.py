@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.checkpoint import load_tokenizer
+from common.tokenizer import load_tokenizer
 from tests.differential import Case, HuggingFace, compare, make_cases, speaker
 
 MAX_LEN, COUNT = 40, 12

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint import load_tokenizer
 from common.config import UserError
+from common.tokenizer import load_tokenizer
 from stage9_server import launch, protocol
 from stage9_server.connections import Patience
 from stage9_server.messages import Failed, Tokenize
@@ -134,7 +134,7 @@ def test_a_template_bomb_is_over_in_time(tokenizer, template):
 def test_a_template_that_fills_the_memory(text_checkpoint):
     """In a process of its own, which gets the limit that the worker has, only less."""
     script = f"""
-from common.checkpoint import load_tokenizer
+from common.tokenizer import load_tokenizer
 from stage9_server.tokenizer_worker import Tokenizing, limit_memory
 from stage9_server.messages import Tokenize
 tokenizer = load_tokenizer({str(text_checkpoint.path)!r})

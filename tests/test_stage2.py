@@ -12,8 +12,9 @@ import torch
 from common.config import UserError
 from common.kernels import ops
 from stage2_req.build import build_engine
+from stage2_req.params import SamplingParams
 from stage2_req.req import Batch, Req
-from stage2_req.sampling import Sampler, SamplingParams, keep_likeliest, noise_keys
+from stage2_req.sampling import Sampler, keep_likeliest, noise_keys
 from stage2_req.trace import TracedRunner
 from tests.conftest import copy_with_eos, reference
 

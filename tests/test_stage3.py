@@ -7,7 +7,7 @@ import torch
 
 from common.checkpoint import load
 from stage2_req import build as stage2
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage2_req.trace import TracedRunner
 from stage3_kvcache.build import build_engine
 from stage3_kvcache.kv_pool import KVCachePool

@@ -11,8 +11,8 @@ import torch
 
 from common.config import UserError
 from common.kernels import portable
+from stage2_req.params import SamplingParams
 from stage2_req.req import Batch, Req
-from stage2_req.sampling import SamplingParams
 from stage2_req.trace import TracedRunner
 from stage4_batch.attention import SlotAttention
 from stage4_batch.build import build_engine

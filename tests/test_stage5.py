@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from common.config import UserError
 from stage2_req.build import build_engine as build_stage2
+from stage2_req.params import SamplingParams
 from stage2_req.req import Batch, Req
-from stage2_req.sampling import SamplingParams
 from stage2_req.trace import TracedRunner
 from stage5_paged.build import build_engine
 from stage5_paged.cache import RESERVE, PagedCacheManager

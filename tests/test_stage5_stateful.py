@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from stage2_req.build import build_engine as build_stage2
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage4_batch.build import build_engine as build_stage4
 from stage5_paged.build import build_engine as build_stage5
 from tests.conftest import PROFILE, reference

@@ -13,7 +13,7 @@ import torch
 
 from common.config import EngineConfig
 from stage2_req.build import build_engine as build_stage2
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage5_paged.build import build_engine as build_stage5
 from stage6_cudagraph.build import build_engine
 from stage6_cudagraph.graph_runner import graph_sizes

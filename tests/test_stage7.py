@@ -14,8 +14,8 @@ import torch
 
 from common.config import EngineConfig
 from stage2_req.build import build_engine as build_stage2
+from stage2_req.params import SamplingParams
 from stage2_req.req import Batch, Req
-from stage2_req.sampling import SamplingParams
 from stage5_paged.page_allocator import OutOfPages
 from stage7_radix.build import build_engine
 from stage7_radix.cache import RadixCacheManager

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from common import workload
 from common.config import EngineConfig, UserError
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage7_radix.build import build_engine
 from stage7_radix.order import PATIENCE, WINDOW
 from stage7_radix.radix_tree import RadixTree

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from common.checkpoint import checkpoint_tensors, empty_model, load, load_weights
 from common.config import DUMMY_MODELS, EngineConfig, ModelConfig, UserError
 from stage2_req.attention import FullAttention
+from stage2_req.params import SamplingParams
 from stage2_req.req import Batch, Req
 from stage2_req.runner import ModelRunner
-from stage2_req.sampling import SamplingParams
 from stage7_radix.build import build_engine as build_stage7
 from stage7_radix.params import RequestParams
 from stage8_tp import build as stage8

@@ -20,7 +20,7 @@ import torch
 
 from common import cli
 from common.config import EngineConfig, UserError
-from stage2_req.sampling import SamplingParams
+from stage2_req.params import SamplingParams
 from stage7_radix.build import build_engine as build_stage7
 from stage8_tp import run
 from stage8_tp.build import build_rank

@@ -18,14 +18,15 @@ from contextlib import aclosing
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
-from common.checkpoint import load_tokenizer
-from common.config import UserError
+from common.config import EngineConfig, UserError
+from common.tokenizer import load_tokenizer
 from stage7_radix.params import RequestParams
 from stage9_server import launch
 from stage9_server.hub import Hub, RequestFailed
-from stage9_server.ipc import API, DETOKENIZER, SCHEDULER, push_socket, send
+from stage9_server.ipc import API, DETOKENIZER, ORPHANED, SCHEDULER, Settings, push_socket, send
 from stage9_server.messages import Piece, Ready, Tokenize
 
 PATIENCE = 100  # seconds after which a test that waits for something fails
@@ -473,6 +474,21 @@ def test_workers_do_not_outlive_the_server(traces):
         running.process.kill()
         streams.join()
         assert traces.gone()
+
+
+def test_a_dying_server_may_still_be_the_parent(tmp_path):
+    """Its threads die one by one, and each sends a signal: more than one comes, and before the process has gone."""
+    folder = tmp_path / "ipc"
+    folder.mkdir()
+    settings = Settings(DETOKENIZER, 0, str(folder), os.getpid(), EngineConfig(model="dummy:tiny"), 1)
+    command = [sys.executable, "-m", "stage9_server.detokenizer_worker", msgspec.json.encode(settings).decode()]
+    with subprocess.Popen(command, cwd=launch.ROOT) as worker:
+        while not (folder / DETOKENIZER).exists():
+            time.sleep(0.01)
+        while worker.poll() is None:
+            worker.send_signal(signal.SIGHUP)
+    assert worker.returncode == ORPHANED
+    assert not folder.exists()
 
 
 @linux

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from common.checkpoint import load_tokenizer
+from common.tokenizer import load_tokenizer
 from stage9_server.byte_tokenizer import ByteTokenizer
 from stage9_server.detokenizer_worker import Detokenizing
 from stage9_server.ipc import API, SCHEDULER

@@ -6,20 +6,23 @@ import asyncio
 import os
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from contextlib import aclosing
 
 import pytest
 
-from common.checkpoint import load_tokenizer
 from common.config import UserError
+from common.tokenizer import load_tokenizer
 from stage7_radix.params import RequestParams
 from stage8_tp.build import build_engine
 from stage9_server.byte_tokenizer import ByteTokenizer
 from stage9_server.detokenizer_worker import Detokenizing
 from stage9_server.hub import Hub, RequestFailed
 from stage9_server.ipc import API, DETOKENIZER, SCHEDULER
+from stage9_server.launch import ROOT
 from stage9_server.messages import (
     Abort,
     Detokenize,
@@ -40,6 +43,12 @@ from stage9_server.tokenizer_worker import Tokenizing, time_limit
 
 PARAMS = RequestParams(temperature=0.5, cache_salt="s")
 BOS = 0
+
+
+@pytest.mark.parametrize("process", ["launch", "tokenizer_worker", "detokenizer_worker"])
+def test_who_does_not_compute_starts_without_pytorch(process):
+    code = f"import sys, stage9_server.{process}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 # --- tokenizer ---

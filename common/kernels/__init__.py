@@ -11,10 +11,8 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from common.config import UserError
+from common.config import KERNELS, UserError
 from common.kernels import ops, portable
-
-KERNELS = ("auto", "portable", "flash", "triton")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,83 @@
+"""SamplingParams: what a request wants."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from numbers import Integral
+
+from common.config import UserError, check_range
+
+MAX_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-5  # below this a draw is the argmax; dividing by it would overflow
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to pick tokens and when to stop. Raises UserError for a value out of range."""
+
+    temperature: float = 0.0  # 0: always the likeliest token
+    top_k: int = 0  # only the k likeliest tokens; 0 or -1: all
+    top_p: float = 1.0  # only the likeliest tokens that together reach this probability (nucleus)
+    min_p: float = 0.0  # only tokens at least this likely, relative to the likeliest
+    seed: int | None = None
+    repetition_penalty: float = 1.0  # > 1 discourages every token of prompt and output (Keskar et al., 2019)
+    presence_penalty: float = 0.0  # subtracted once from the logit of every token in the output
+    frequency_penalty: float = 0.0  # subtracted once for every time that it is there
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # log-probabilities of the chosen token and of this many likeliest ones
+    stop_token_ids: frozenset[int] = frozenset()
+    max_tokens: int = 16
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        for name in ("top_k", "seed", "logprobs", "max_tokens"):
+            if not isinstance(value := getattr(self, name), Integral | None):
+                raise UserError(f"{name} is {value!r}; it must be a whole number")
+        check_range("temperature", self.temperature, 0)
+        check_range("top_k", self.top_k, -1)
+        check_range("top_p", self.top_p, 0, 1, open_low=True)
+        check_range("min_p", self.min_p, 0, 1)
+        check_range("repetition_penalty", self.repetition_penalty, 0, open_low=True)
+        check_range("presence_penalty", self.presence_penalty, -2, 2)
+        check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        check_range("max_tokens", self.max_tokens, 1)
+        if self.logprobs is not None:
+            check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for token, bias in self.logit_bias.items():
+            check_range(f"logit_bias of token {token}", bias, -100, 100)
+        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+
+    @cached_property
+    def adjusts(self) -> bool:
+        """Does it change logits one by one, looking at the text so far?"""
+        return bool(self.penalizes or self.logit_bias)
+
+    @cached_property
+    def penalizes(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @cached_property
+    def deterministic(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+    @cached_property
+    def filters(self) -> bool:
+        return not self.deterministic and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @cached_property
+    def simple(self) -> bool:
+        """One draw from the raw logits is all it takes."""
+        return not self.filters and not self.adjusts and self.logprobs is None
+
+    @cached_property
+    def greedy(self) -> bool:
+        """One argmax over the raw logits is all it takes."""
+        return self.deterministic and self.simple
+
+
+def check_vocab(params: SamplingParams, vocab_size: int) -> None:
+    """UserError for a token id that the model does not have."""
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise UserError(f"{name} names token {token}; the model has tokens 0 to {vocab_size - 1}")
