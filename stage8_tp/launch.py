@@ -26,7 +26,7 @@ GRACE = 2  # seconds for which a rank that only suffers from another's failure k
 def run_ranks(work: Callable[[Ranks | Alone], None], tp: int | None, device: str = "auto") -> None:
     """Call work(ranks) in `tp` processes; None: in as many as torchrun has started, or else in two.
 
-    In the process that the user started this runs the job and exits with its status.
+    A rank's process ends with it; the one that the user started runs the job and exits with its status.
     """
     if tp is not None:
         check_range("tp", tp, 1)
@@ -47,7 +47,7 @@ def run_ranks(work: Callable[[Ranks | Alone], None], tp: int | None, device: str
 
 
 def be_a_rank(work: Callable[[Ranks | Alone], None], world: int, device: str) -> None:
-    """Only rank 0 prints; the others speak up when they fail."""
+    """The rest of the process's life. Only rank 0 prints; the others speak up when they fail."""
     rank = int(os.environ["RANK"])
     if leash := os.environ.get("RANK_LEASH"):
         threading.Thread(target=die_with_launcher, args=[int(leash)], daemon=True).start()
@@ -57,13 +57,15 @@ def be_a_rank(work: Callable[[Ranks | Alone], None], world: int, device: str) ->
         ranks = join(world, device)
         work(ranks)
         ranks.close()
+        sys.stdout.flush()
+        status = 0
     except BaseException as error:
         sys.stdout.flush()
         status, text = describe(error)
         if "by peer" in text or (rank and status == 2):  # one has died and says why, or all have the same to say
             time.sleep(GRACE)
         print(f"{text.rstrip()} (rank {rank})", file=sys.__stderr__, flush=True)
-        os._exit(status)  # threads of the process groups might wait for the others
+    os._exit(status)  # threads of the process groups might wait for the others, or for an interpreter that is gone
 
 
 def describe(error: BaseException) -> tuple[int, str]:

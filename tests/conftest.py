@@ -2,6 +2,7 @@
 
 import os
 
+os.environ["OMP_NUM_THREADS"] = "1"  # tiny models gain nothing from threads, nor do processes that share two cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -18,8 +19,6 @@ from hypothesis import HealthCheck, settings
 
 from common.config import EngineConfig
 from common.fetch import fetch_default
-
-torch.set_num_threads(1)  # tiny models gain nothing from threads
 
 # What tests of random histories build on: HYPOTHESIS_PROFILE=nightly tries many more, and others every time.
 base = settings(deadline=None, suppress_health_check=[*HealthCheck])

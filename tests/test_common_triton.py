@@ -173,8 +173,7 @@ def test_decode_from_a_pool_beyond_32_bits():
 
 
 @everywhere
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("page", [None, 1, 16, 256])
+@pytest.mark.parametrize("page, causal", [(None, True), (None, False), (1, True), (16, False), (256, True)])
 @pytest.mark.parametrize("dim, groups", [(64, 3), (128, 1), (80, 2)])
 def test_prefill(dim, groups, page, causal, device):
     """Whole prompts, chunks with context before them, and single tokens, laid end to end; keys from pages or flat."""
