@@ -155,6 +155,12 @@ def test_the_checks_find_what_they_look_for(tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_summary_is_html(page):
+    """Markdown is not looked for in it: backticks would be seen."""
+    assert [s for s in re.findall("<summary>.*</summary>", page.read_text()) if "`" in s or "**" in s] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links(page):
     text = page.read_text()
     targets = [target for _, target in links(text)]
