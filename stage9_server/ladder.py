@@ -132,9 +132,9 @@ def draw(args, rows: list[list]) -> None:
         axes.grid(axis="x", visible=False)
         axes.tick_params(axis="x", labelsize=8)
         right = axes.twinx()
-        right.plot(stages, [row[3] for row in rows], "o-", color=report.COLOURS[3])
+        right.plot(stages, [row[3] / 1e3 for row in rows], "o-", color=report.COLOURS[3])
         right.set_yscale("log")
-        right.set_ylabel("time to first token, p50, ms", color=report.COLOURS[3])
+        right.set_ylabel("time to first token, p50, s", color=report.COLOURS[3])
         right.grid(visible=False)
 
 
