@@ -100,6 +100,7 @@ class Engine:
             for req in reqs:
                 self.abort(req.uid)
             raise
+        self.cache.check_integrity()
         return reqs
 
     # --- inside a step ---
@@ -143,6 +144,4 @@ class Engine:
         """Wait for a step's tokens and book them."""
         outputs = self.scheduler.update(batch, *samples.to_host())
         self.counts.output_tokens += len(outputs)
-        if not self.scheduler.has_work():
-            self.cache.check_integrity()
         return outputs

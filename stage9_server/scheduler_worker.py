@@ -97,14 +97,19 @@ class Scheduling:
 def serve(engine: TPEngine, worker: Worker) -> None:
     scheduling = Scheduling(engine, worker.settings.max_queue)
     worker.ready(max_len=engine.cache.max_len, vocab_size=engine.model.vocab_size, device=str(engine.device))
-    told, busy = 0.0, True
+    told, busy, checked = 0.0, True, True
     while True:
-        for message in worker.receive(wait=not busy):
+        messages = worker.receive(wait=not busy)
+        if not (busy or messages or checked):  # a second without anything to do, for the first time since there was
+            engine.cache.check_integrity()
+            checked = True
+        for message in messages:
             for to, answer in scheduling.handle(message):
                 worker.send(to, answer)
         if engine.has_work() and (tokens := scheduling.step()).tokens:
             worker.send(DETOKENIZER, tokens)
         was_busy, busy = busy, engine.has_work()
+        checked = checked and not busy
         if was_busy > busy or time.monotonic() > told + STATS_INTERVAL:
             worker.send(API, scheduling.stats())
             told = time.monotonic()

@@ -14,14 +14,14 @@ from contextlib import aclosing
 
 import pytest
 
-from common.config import UserError
+from common.config import EngineConfig, UserError
 from common.tokenizer import load_tokenizer
 from stage7_radix.params import RequestParams
 from stage8_tp.build import build_engine
 from stage9_server.byte_tokenizer import ByteTokenizer
 from stage9_server.detokenizer_worker import Detokenizing
 from stage9_server.hub import Hub, RequestFailed
-from stage9_server.ipc import API, DETOKENIZER, SCHEDULER
+from stage9_server.ipc import API, DETOKENIZER, SCHEDULER, Settings
 from stage9_server.launch import ROOT
 from stage9_server.messages import (
     Abort,
@@ -38,7 +38,7 @@ from stage9_server.messages import (
     decode,
     encode,
 )
-from stage9_server.scheduler_worker import Scheduling
+from stage9_server.scheduler_worker import Scheduling, serve
 from stage9_server.tokenizer_worker import Tokenizing, time_limit
 
 PARAMS = RequestParams(temperature=0.5, cache_salt="s")
@@ -255,6 +255,36 @@ def test_aborts_before_during_and_after(scheduling):
     assert scheduling.handle(generate(1)) != []  # an abort counts once
     finish(scheduling)
     assert scheduling.handle(Abort([1])) == [(DETOKENIZER, Abort([1]))]
+
+
+class Script:
+    """A worker whose inbox holds these messages, a list for every time that the scheduler waits."""
+
+    settings = Settings(SCHEDULER, 0, "", 0, EngineConfig(), max_queue=3)
+
+    def __init__(self, *script: list):
+        self.script = iter(script)
+
+    def receive(self, wait: bool) -> list:
+        return next(self.script) if wait else []  # raises StopIteration at the end
+
+    def ready(self, **info) -> None:
+        pass
+
+    def send(self, to: str, message) -> None:
+        pass
+
+
+def test_memory_is_looked_at_in_the_pauses(engine, monkeypatch):
+    """And not where an answer would wait for it."""
+    checks = []
+    monkeypatch.setattr(engine.cache, "check_integrity", lambda: checks.append(engine.has_work()))
+    with pytest.raises(StopIteration):
+        serve(engine, Script([], [generate(81)], [generate(82)]))
+    assert checks == []
+    with pytest.raises(StopIteration):
+        serve(engine, Script([], [generate(83)], [], [], [generate(84)], []))
+    assert checks == [False, False]
 
 
 def test_random_requests_and_aborts_leave_nothing(engine, tokenizer):
