@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -58,11 +57,15 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
 
 def device_name() -> str:
     """Short name of the machine in file names: `cpu`, or the GPU's, such as `h200`."""
+    import torch  # here and below: a client of a server can do without
+
     return torch.cuda.get_device_name().lower().split()[-1] if torch.cuda.is_available() else "cpu"
 
 
 def machine() -> dict:
     """Where a record was made."""
+    import torch
+
     processor = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
         if line.startswith("model name"):

@@ -45,7 +45,7 @@ PARAMS = RequestParams(temperature=0.5, cache_salt="s")
 BOS = 0
 
 
-@pytest.mark.parametrize("process", ["launch", "tokenizer_worker", "detokenizer_worker"])
+@pytest.mark.parametrize("process", ["launch", "tokenizer_worker", "detokenizer_worker", "client"])
 def test_who_does_not_compute_starts_without_pytorch(process):
     code = f"import sys, stage9_server.{process}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
