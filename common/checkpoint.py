@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from common.config import DUMMY_MODELS, EngineConfig, ModelConfig, UserError
 from common.device import resolve_device, resolve_dtype
-from common.fetch import resolve_model
+from common.fetch import first_line, resolve_model
 from common.kernels import Kernels, select_kernels, speed_up_linears
 from common.kernels import ops as plain_ops
 from common.model import CausalLM
@@ -69,8 +69,7 @@ def load_config(name: str) -> tuple[ModelConfig, Path | None]:
         hf = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{folder / 'config.json'} (model_type {kind!r}) is not a model that can be read here: "
-            f"{str(error).strip().splitlines()[0]}"
+            f"{folder / 'config.json'} (model_type {kind!r}) is not a model that can be read here: {first_line(error)}"
         ) from error
     return ModelConfig.from_hf(hf, _eos_ids(folder, hf)), folder
 
@@ -133,22 +132,37 @@ def read_whole(file: safe_open, name: str) -> Tensor:
 def checkpoint_tensors(
     folder: Path, device: torch.device, read: Callable[[safe_open, str], Tensor] = read_whole
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) one at a time from all *.safetensors of a folder; memory-mapped, so a tensor's life is its cost.
+    """(name, tensor) one at a time out of a folder's files; memory-mapped, so a tensor's life is its cost.
 
     read: takes a tensor, or as much of it as is wanted, out of an open file.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(
-            f"{folder} has no *.safetensors file; other weight formats are not read (pickled ones can run code)"
-        )
-    for file in files:
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt", device=str(device)) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
                     yield name, read(tensors, name)
         except SafetensorError as error:
             raise UserError(f"{file} is damaged ({error}); fetch it again") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Those that the index names; else model.safetensors; else all *.safetensors. Others may hold the weights once more."""
+    files = {file.name: file for file in sorted(folder.glob("*.safetensors")) if file.is_file()}
+    if (index := folder / "model.safetensors.index.json").is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{index} has no weight_map; fetch it again")
+        names = sorted(set(map(str, weight_map.values())))
+        if absent := [name for name in names if name not in files]:
+            raise UserError(
+                f"{index} names {absent[0]!r}, which is no *.safetensors file of that folder; fetch it again"
+            )
+        return [files[name] for name in names]
+    if not files:
+        raise UserError(
+            f"{folder} has no *.safetensors file; other weight formats are not read (pickled ones can run code)"
+        )
+    return [files["model.safetensors"]] if "model.safetensors" in files else list(files.values())
 
 
 def load_weights(model: CausalLM, tensors: Iterator[tuple[str, Tensor]]) -> None:

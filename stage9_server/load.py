@@ -5,6 +5,7 @@ nothing looks into them before all are done.
 """
 
 import asyncio
+import re
 import ssl
 import time
 from bisect import bisect_left
@@ -93,14 +94,18 @@ class Exchange(asyncio.Protocol):
 
 
 class Server:
-    """Where the requests go."""
+    """Where the requests go: all paths are below the URL's."""
 
     def __init__(self, url: str, api_key: str | None = None):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            usual_port, port = {"http": 80, "https": 443}.get(parts.scheme), parts.port
+        except ValueError:  # of a port that can't be, or a bracket that stays open
+            usual_port = None
+        if not usual_port or not parts.hostname:
             raise UserError(f"the address {url!r} is none; give one like http://127.0.0.1:8000")
-        self.host, self.tls = parts.hostname, ssl.create_default_context() if parts.scheme == "https" else None
-        self.port = parts.port or (443 if self.tls else 80)
+        self.host, self.port, self.base = parts.hostname, port or usual_port, parts.path.rstrip("/")
+        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.headers = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\nConnection: close\r\n"
         if api_key:
             self.headers += f"Authorization: Bearer {api_key}\r\n"
@@ -108,7 +113,7 @@ class Server:
     async def exchange(self, path: str, body: dict) -> tuple[float, Exchange | OSError]:
         """Send, and wait for the end; when it was sent, and what came of it."""
         content = msgspec.json.encode(body)
-        head = f"POST {path} HTTP/1.1\r\n{self.headers}Content-Length: {len(content)}\r\n\r\n"
+        head = f"POST {self.base}{path} HTTP/1.1\r\n{self.headers}Content-Length: {len(content)}\r\n\r\n"
         sent_at = time.perf_counter()
         try:
             connect = asyncio.get_running_loop().create_connection(
@@ -162,21 +167,24 @@ async def spread(
 
 
 def read_reply(sent_at: float, exchange: Exchange | OSError) -> Reply:
-    """Look at what came: the head, then event by event."""
+    """Look at what came: the head, then line by line (an event of these servers has one line of data)."""
     reply = Reply(sent_at)
     if isinstance(exchange, OSError) or not exchange.data:
         reply.error = str(exchange) if isinstance(exchange, OSError) else "the connection was closed without an answer"
         return reply
     reply.done_at = exchange.times[-1]
     head, _, body = bytes(exchange.data).partition(b"\r\n\r\n")
-    if head.split(b" ", 2)[1] != b"200":
-        reply.error = f"{head.splitlines()[0].decode()}: {body[:300].decode(errors='replace')}"
+    if not re.match(rb"HTTP/1\.[01] 200\b", head):
+        status, _, _ = head.partition(b"\r\n")
+        reply.error = f"{status[:300].decode(errors='replace')}: {body[:300].decode(errors='replace')}"
         return reply
     rest, texts, whole = b"", [], False
     for part, at in exchange.parts(len(head) + 4, b"transfer-encoding: chunked" in head.lower()):
-        *events, rest = (rest + part).split(b"\n\n")
-        for event in events:
-            content = event.removeprefix(b"data: ")
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):  # a comment, another field, or the end of an event
+                continue
+            content = line[5:].strip()
             if content == b"[DONE]":
                 whole = True
             elif text := read_event(reply, msgspec.json.decode(content)):

