@@ -1,14 +1,18 @@
 """SamplingParams: what a request wants."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from numbers import Integral
+from operator import index
 
 from common.config import UserError, check_range
 
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5  # below this a draw is the argmax; dividing by it would overflow
+MAX_TEMPERATURE = 1e6  # long before this all tokens are equally likely
+MAX_COUNT = 2**31 - 1
+PLAIN = {int: int, int | None: int, float: float}
 
 
 @dataclass(frozen=True)
@@ -33,19 +37,23 @@ class SamplingParams:
         for name in ("top_k", "seed", "logprobs", "max_tokens"):
             if not isinstance(value := getattr(self, name), Integral | None):
                 raise UserError(f"{name} is {value!r}; it must be a whole number")
-        check_range("temperature", self.temperature, 0)
-        check_range("top_k", self.top_k, -1)
+        check_range("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        check_range("top_k", self.top_k, -1, MAX_COUNT)
         check_range("top_p", self.top_p, 0, 1, open_low=True)
         check_range("min_p", self.min_p, 0, 1)
         check_range("repetition_penalty", self.repetition_penalty, 0, open_low=True)
         check_range("presence_penalty", self.presence_penalty, -2, 2)
         check_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        check_range("max_tokens", self.max_tokens, 1)
+        check_range("max_tokens", self.max_tokens, 1, MAX_COUNT)
         if self.logprobs is not None:
             check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         for token, bias in self.logit_bias.items():
             check_range(f"logit_bias of token {token}", bias, -100, 100)
-        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+        for f in fields(self):  # NumPy's numbers become Python's, which fit into any message
+            if f.type in PLAIN and (value := getattr(self, f.name)) is not None:
+                object.__setattr__(self, f.name, PLAIN[f.type](value))
+        object.__setattr__(self, "logit_bias", {index(t): float(bias) for t, bias in self.logit_bias.items()})
+        object.__setattr__(self, "stop_token_ids", frozenset(map(index, self.stop_token_ids)))
 
     @cached_property
     def adjusts(self) -> bool:

@@ -43,7 +43,8 @@ def measure_room(m: Loaded) -> tuple[int, str]:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1)
-    count, longest = config.max_running, max(config.max_batch_tokens // config.max_running, 1)
+    count = config.max_running
+    longest = min(-(-config.max_batch_tokens // count), config.max_model_len)
     reqs = [Req(uid, [0] * longest, params, uid, longest, frozenset()) for uid in range(count)]
     batch = Batch([(req, longest) for req in reqs])
     batch.input_ids = torch.zeros(count * longest, dtype=torch.long, device=device)

@@ -57,14 +57,14 @@ def assert_close(seen, expected) -> None:
 
 
 @pytest.mark.parametrize(("field", "values"), {
-    "temperature": [-0.1, math.nan, math.inf],
-    "top_k": [-2, math.nan],
+    "temperature": [-0.1, 1e7, math.nan, math.inf],
+    "top_k": [-2, 2**31, math.nan],
     "top_p": [0, -0.5, 1.5, math.nan],
     "min_p": [-0.1, 1.1, math.nan],
     "repetition_penalty": [0, -1, math.nan, math.inf],
     "presence_penalty": [-2.1, 2.1, math.nan],
     "frequency_penalty": [-2.1, 2.1, math.nan],
-    "max_tokens": [0, -1, math.nan, math.inf],
+    "max_tokens": [0, -1, 2**31, math.nan, math.inf],
     "logprobs": [-1, 21],
     "logit_bias": [{5: 101}, {5: -101}, {5: math.nan}],
 }.items())  # fmt: skip
@@ -72,6 +72,16 @@ def test_a_value_out_of_range_is_refused_by_name(field, values):
     for value in values:
         with pytest.raises(UserError, match=field):
             SamplingParams(**{field: value})
+
+
+def test_numbers_of_numpy_become_pythons():
+    """Others can't be sent to other processes, or overflow where a seed is hashed."""
+    given = SamplingParams(
+        np.float32(0.5), np.int32(4), seed=np.int64(-5), max_tokens=np.int64(3), logprobs=np.uint8(2),
+        logit_bias={np.int64(3): np.float32(1)}, stop_token_ids=[np.int64(4)],
+    )  # fmt: skip
+    plain = SamplingParams(0.5, 4, seed=-5, max_tokens=3, logprobs=2, logit_bias={3: 1.0}, stop_token_ids=[4])
+    assert repr(given) == repr(plain)
 
 
 @pytest.mark.parametrize("params", [

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config import UserError
+from common.checkpoint import load
+from common.config import EngineConfig, UserError
 from stage2_req.build import build_engine as build_stage2
 from stage2_req.params import SamplingParams
 from stage2_req.req import Batch, Req
@@ -18,6 +19,7 @@ from stage2_req.trace import TracedRunner
 from stage5_paged.build import build_engine
 from stage5_paged.cache import RESERVE, PagedCacheManager
 from stage5_paged.page_allocator import OutOfPages, PageAllocator
+from stage5_paged.sizing import measure_room
 from tests.conftest import reference
 from tests.test_conformance import reasons, run, step, tokens
 
@@ -559,3 +561,19 @@ def test_abort_while_the_step_is_under_way(build, llama):
     everything = [output for output in outputs if output.uid == other] + more + rest[other]
     assert tokens(everything) == reference(llama, llama.prompt(7), 8)
     assert engine.stats().usage == 0
+
+
+@pytest.mark.parametrize(("running", "length", "budget"), [(1, 64, 512), (2, 64, 64), (5, 64, 7), (16, 8, 16)])
+def test_the_largest_step_is_one_that_there_may_be(monkeypatch, running, length, budget):
+    """Many positions for few requests: no more than each may have."""
+    sizes = {"max_running": running, "max_model_len": length, "max_batch_tokens": budget}
+    m = load(EngineConfig("dummy:tiny", device="cpu", dtype="float32", **sizes))
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 31))
+    steps = []
+    m.model.register_forward_pre_hook(lambda _, args: steps.append(len(args[0])))
+    assert measure_room(m)[0] == int(0.9 * 2**31) - 2**30
+    assert min(budget, running * length) <= steps[0] <= running * length
