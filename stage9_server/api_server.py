@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
@@ -52,6 +53,7 @@ ROUTES = {
 NO_KEY = ("give the server's key, in the header Authorization: Bearer KEY", None, "invalid_api_key")
 OPEN = ("/health", "/metrics")  # need no key
 HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "5"}}  # seconds
+OTHERS = "to be called by another, it needs --api-key, or --host with an address that others may reach"
 CLIENT_LEFT = 499  # nginx's word for it; nobody reads it but the metrics
 
 
@@ -61,6 +63,7 @@ class ApiSettings:
     api_key: str | None = None
     max_concurrent: int = 1024  # sequences in flight
     max_body_bytes: int = 4 << 20
+    hosts: tuple[str, ...] = ()  # names that clients may know it by; empty: any (see DNS rebinding)
 
 
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -131,6 +134,8 @@ class Api:
     def admitted(self, size: int) -> Iterator[None]:
         """Room for so many sequences, or ApiError."""
         metrics = self.metrics
+        if size > self.settings.max_concurrent:
+            raise ApiError(400, f"the call has {size} sequences; at most {self.settings.max_concurrent} fit in here")
         if metrics.in_flight + size > self.settings.max_concurrent:
             message = f"{metrics.in_flight} of {self.settings.max_concurrent} sequences are under way; try again later"
             raise ApiError(429, message, code="rate_limit_exceeded")
@@ -172,7 +177,7 @@ class Api:
         answer = Answer(form, self.settings.model, uids, ask.n, **options)
         updates = self.updates(ask.calls(uids), answer, start)
         await unless_gone(request.receive, until(answer, updates, accepted=ask.stream))
-        return EventStream(answer, updates) if ask.stream else Response(answer.whole(), media_type="application/json")
+        return EventStream(answer, updates) if ask.stream else json_response(await answer.whole())
 
     async def updates(self, calls: list[Tokenize], answer: Answer, start: float) -> AsyncGenerator[Iterable[int]]:
         """Brings the answer up to date until it is complete; each time, the uids that have something new."""
@@ -247,7 +252,7 @@ class EventStream(Response):
 
 
 class Gate:
-    """Before all routes: the key, the size of the body, and a count of what was answered."""
+    """Before all routes: the key, the name of the host, the size of the body, and a count of what was answered."""
 
     def __init__(self, app: ASGIApp, settings: ApiSettings, metrics: Metrics):
         self.app, self.settings, self.metrics = app, settings, metrics
@@ -256,7 +261,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        path, limit, size = scope["path"], self.settings.max_body_bytes, 0
+        limit, size, status = self.settings.max_body_bytes, 0, None
 
         async def limited() -> Message:
             nonlocal size
@@ -270,20 +275,41 @@ class Gate:
             raise ApiError(413, f"the body has more than {limit} bytes; send less")
 
         async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self.metrics.requests[path if path in ROUTES else "other", message["status"]] += 1
+            nonlocal status
+            status = message.get("status", status)
             await send(message)
 
-        app = self.app if self.may_enter(scope) else error_response(None, ApiError(401, *NO_KEY))
-        return await app(scope, limited, counted)
+        refusal = self.refusal(scope)
+        try:
+            return await (error_response(None, refusal) if refusal else self.app)(scope, limited, counted)
+        finally:  # the answer to an unforeseen error is given further out
+            route = scope["path"] if scope["path"] in ROUTES else getattr(scope.get("route"), "path", "other")
+            self.metrics.requests[route, status or 500] += 1
 
-    def may_enter(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return not self.credentials or scope["path"] in OPEN or hmac.compare_digest(given, self.credentials)
+    def refusal(self, scope: Scope) -> ApiError | None:
+        """Of whoever has no key; or, where none is asked for, of a page that has this machine under a name of its own."""
+        headers, hosts = dict(scope["headers"]), self.settings.hosts
+        if scope["path"] in OPEN:
+            return None
+        if self.credentials:
+            known = hmac.compare_digest(headers.get(b"authorization", b""), self.credentials)
+            return None if known else ApiError(401, *NO_KEY)
+        known = not hosts or host_name(headers.get(b"host", b"")) in hosts
+        return None if known else ApiError(403, f"this server goes by the name of {' or '.join(hosts)} only; {OTHERS}")
+
+
+def host_name(header: bytes) -> str | None:
+    with suppress(ValueError):
+        return urlsplit(f"//{header.decode('latin-1')}").hostname
+    return None
 
 
 def reply(content: dict) -> Response:
-    return Response(encode(content), media_type="application/json")
+    return json_response(encode(content))
+
+
+def json_response(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
 
 
 def error_response(request: Request | None, error: Exception) -> Response:
@@ -299,7 +325,9 @@ def error_response(request: Request | None, error: Exception) -> Response:
         case UserError():
             error = ApiError(400, str(error))
         case HTTPException():
-            error = ApiError(error.status_code, f"{error.detail}: there are {', '.join(ROUTES)}")
+            allowed = headers.get("Allow")
+            way_out = f"use {allowed}" if allowed else f"there are {', '.join(ROUTES)}"
+            error = ApiError(error.status_code, f"{error.detail}: {way_out}")
         case _:
             error = ApiError(500, "the server made a mistake; its log says more")
     headers |= HEADERS.get(error.status, {})

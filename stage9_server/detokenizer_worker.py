@@ -14,7 +14,7 @@ class Sequence:
 
     def __init__(self, started: Started, tokenizer):
         self.uid, self.prompt_tokens = started.uid, started.prompt_tokens
-        self.tokenizer, self.text = tokenizer, TextStream(tokenizer, started.stop, started.echo_ids)
+        self.tokenizer, self.text = tokenizer, TextStream(tokenizer, started.stop, started.echo_ids, started.continues)
 
     def accepted(self) -> Piece:
         return Piece(self.uid, self.text.echo, 0, None, self.prompt_tokens, 0)
@@ -36,7 +36,8 @@ class Sequence:
 
     def logprob(self, token: int, logprob: float) -> TokenLogprob:
         data = self.tokenizer.token_bytes(token, skip_special=False)
-        return TokenLogprob(data.decode(errors="replace"), logprob, data)
+        shown = bool(self.tokenizer.token_bytes(token)) or not data
+        return TokenLogprob(data.decode(errors="replace"), logprob, data, shown)
 
 
 class Detokenizing:
@@ -58,23 +59,22 @@ class Detokenizing:
         return [(API, Pieces([sequence.accepted()]))]
 
     def push(self, tokens: list[Token]) -> list[tuple[str, Message]]:
-        pieces, unwanted = [], []
+        pieces, stopped, unknown = [], [], []
         for token in tokens:
             sequence = self.sequences.get(token.uid)
             if sequence is None:
-                unwanted.append(token.uid)
+                unknown.append(token.uid)
                 continue
             pieces.append(piece := sequence.push(token))
             if piece.finish_reason:
                 del self.sequences[token.uid]
                 if not token.finish_reason:  # a stop string, of which the engine knows nothing
-                    unwanted.append(token.uid)
+                    stopped.append(token.uid)
         result: list[tuple[str, Message]] = [(API, Pieces(pieces))] if pieces else []
-        if (
-            unwanted
-        ):  # if the API server still waits for one of these, its beginning was lost with a predecessor of ours
-            result.append((SCHEDULER, Abort(unwanted)))
-            result.append((API, Failed(unwanted, 500, "the text was lost because the detokenizer was restarted")))
+        if stopped or unknown:
+            result.append((SCHEDULER, Abort(stopped + unknown)))
+        if unknown:  # if the API server still waits for one of these, its beginning was lost with a predecessor of ours
+            result.append((API, Failed(unknown, 500, "the text was lost because the detokenizer was restarted")))
         return result
 
 

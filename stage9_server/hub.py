@@ -4,6 +4,7 @@ Owns the API server's inbox and the list of all sequences in flight. Lives in on
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from stage9_server.messages import (
     Tokenized,
 )
 
+SILENCE = 120.0  # seconds without a word after which the scheduler no longer counts as healthy: longer than any step
 PATIENCE = 60.0  # seconds that a call waits for a tokenizer or the detokenizer to come back
 
 
@@ -64,7 +66,8 @@ class Hub:
         self.last_uid = 0
         self.info: dict = {}
         self.stats: Stats | None = None
-        self.last_words: Failed | None = None  # of a worker that ended: uids empty, status its exit status
+        self.heard_at = 0.0  # when the scheduler last said something; it has to, once a second
+        self.last_words: dict[str, Failed] = {}  # of workers that ended: uids empty, status the exit status
         self.draining = False
 
     # --- for the API server ---
@@ -80,7 +83,10 @@ class Hub:
         down = [name for name in (SCHEDULER, DETOKENIZER) if not self.workers[name].up]
         if not any(self.workers[name].up for name in self.tokenizers):
             down.append("tokenizer")
-        return f"the {' and the '.join(down)} is being restarted" if down else None
+        if down:
+            return f"the {' and the '.join(down)} is being restarted"
+        silence = time.monotonic() - self.heard_at
+        return f"the engine has been silent for {silence:.0f} s" if silence > SILENCE else None
 
     async def stream(self, calls: list[Tokenize]) -> AsyncIterator[list[Piece]]:
         """All pieces of all sequences of the calls as they come, each time those that are waiting, until each has its end.
@@ -120,9 +126,15 @@ class Hub:
         return (await self.ask(Detokenize(uid, token_ids), uid)).text
 
     def abort(self, uids: Iterable[int]) -> None:
-        """Nobody waits for these any more."""
-        if gone := [uid for uid in uids if self.sequences.pop(uid, None)]:
-            self.send(SCHEDULER, Abort(gone))
+        """Nobody waits for these any more. All are told who may have them or get them."""
+        gone = {uid: sequence for uid in uids if (sequence := self.sequences.pop(uid, None))}
+        holders = {SCHEDULER: [uid for uid, sequence in gone.items() if sequence.generates]}
+        holders |= {
+            name: [uid for uid, sequence in gone.items() if sequence.tokenizer == name] for name in self.tokenizers
+        }
+        for name, held in holders.items():
+            if held:
+                self.send(name, Abort(held))
 
     # --- calls on their way ---
 
@@ -132,7 +144,7 @@ class Hub:
             await self.submit(message, [uid], answers, generates=False)
             answer = await answers.get()
         finally:
-            self.sequences.pop(uid, None)
+            self.abort([uid])
         if isinstance(answer, Failed):
             raise RequestFailed(answer.status, answer.message)
         return answer
@@ -180,11 +192,13 @@ class Hub:
         elif isinstance(message, Tokenized | Detokenized):
             self.answer(message.uid, message, True)
         elif isinstance(message, Failed) and message.uids:
-            self.fail(message)
+            for uid in message.uids:
+                self.answer(uid, message, True)
         elif isinstance(message, Failed):
-            self.last_words = message
+            self.last_words[message.worker] = message
         elif isinstance(message, Stats):
             self.stats = message if self.workers[SCHEDULER].up else None
+            self.heard_at = time.monotonic()
         elif isinstance(message, Ready):
             self.ready(message)
 
@@ -195,10 +209,6 @@ class Hub:
             if last:
                 del self.sequences[uid]
 
-    def fail(self, failed: Failed) -> None:
-        for uid in failed.uids:
-            self.answer(uid, failed, True)
-
     # --- workers that come and go; the supervisor calls these ---
 
     def ready(self, message: Ready) -> None:
@@ -206,7 +216,7 @@ class Hub:
         if message.incarnation == worker.incarnation:  # not from the grave
             worker.up = True
             if message.worker == SCHEDULER:
-                self.info = message.info
+                self.info, self.heard_at = message.info, time.monotonic()
 
     def lost(self, name: str) -> None:
         """A worker is dead: those whose calls were with it are told."""
@@ -221,10 +231,11 @@ class Hub:
         self.give_up(uids, 500, f"the {name.split('-')[0]} died while it had this request; try again")
 
     def give_up(self, uids: list[int], status: int, message: str) -> None:
-        """These end with an error. The scheduler is told too: some may have got there, others may still arrive."""
-        if uids:
-            self.fail(Failed(uids, status, message))
-            self.send(SCHEDULER, Abort(uids))
+        """These end with an error."""
+        waiting = {uid: self.sequences[uid].answers for uid in uids}
+        self.abort(uids)
+        for uid, answers in waiting.items():
+            answers.put_nowait(Failed([uid], status, message))
 
     async def drain(self, seconds: float) -> None:
         """Let nobody in; let those who are being answered go on for so long, then end them."""

@@ -144,7 +144,7 @@ def last_words(settings: Settings) -> Iterator[None]:
             status, text = 1, f"{type(error).__name__}: {error}"
         context = zmq.Context()
         with push_socket(context, settings.folder, API) as socket:
-            send(socket, Failed([], status, text))
+            send(socket, Failed([], status, text, settings.name))
         context.term()
         leave(status)
 

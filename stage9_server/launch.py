@@ -7,6 +7,7 @@ removes all traces in the end. `running` starts such a server for a script.
 import argparse
 import asyncio
 import contextlib
+import ipaddress
 import os
 import shutil
 import signal
@@ -33,6 +34,7 @@ from stage9_server.hub import Hub
 from stage9_server.ipc import DETOKENIZER, SCHEDULER, Settings, freeze_garbage, leave
 
 ROOT = Path(__file__).resolve().parents[1]
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 RESTARTS = {SCHEDULER: 3, DETOKENIZER: 10, "tokenizer": 10}  # deaths in RESTART_WINDOW after which we give up
 RESTART_WINDOW = 600.0  # seconds
 STOP_SECONDS = 2.0  # for a worker to end when it is asked to; then it is killed
@@ -115,7 +117,7 @@ class Supervisor:
                 return
             self.hub.lost(name)
             await asyncio.sleep(0.1)  # for its last words
-            failed, self.hub.last_words = self.hub.last_words, None
+            failed = self.hub.last_words.pop(name, None)
             words = failed.message if failed else f"it ended with status {status}"
             if not was_up:
                 raise UserError(words) if status == 2 else WorkerFailed(f"the {name} could not start: {words}")
@@ -260,7 +262,9 @@ async def all_up(hub: Hub) -> None:
 
 async def answer(args: argparse.Namespace, hub: Hub, sock: socket.socket, until: list[asyncio.Future]) -> None:
     """Serve the API until one of the tasks is done; then answer what is open, within limits."""
-    settings = ApiSettings(args.model, args.api_key, args.max_concurrent, args.max_body_bytes)
+    loopback = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
+    hosts = (args.host, *LOOPBACK) if loopback else ()
+    settings = ApiSettings(args.model, args.api_key, args.max_concurrent, args.max_body_bytes, hosts)
     quiet = {"lifespan": "off", "ws": "none", "access_log": False, "log_level": "warning"}
     quiet |= {"http": Connection, "timeout_graceful_shutdown": args.drain_seconds + 1}
     server = Server(uvicorn.Config(create_app(hub, settings), **quiet), Patience(args.client_seconds, allow_files()))

@@ -54,10 +54,13 @@ class Generate(Struct, tag=True):
     params: RequestParams
     stop: list[str] = []
     echo: bool = False
+    continues: bool = False  # the prompt's text goes on: a space in front belongs to it; an answer begins anew
 
 
 class Abort(Struct, tag=True):
-    """API server or detokenizer -> scheduler: nobody wants the rest of these. Scheduler -> detokenizer: forget them."""
+    """API server or detokenizer -> scheduler: nobody wants the rest of these. API server -> tokenizer, scheduler ->
+    detokenizer: forget them.
+    """
 
     uids: list[int]
 
@@ -69,6 +72,7 @@ class Started(Struct, tag=True):
     prompt_tokens: int
     stop: list[str]
     echo_ids: list[int]  # the prompt, if it is part of the answer
+    continues: bool = False
 
 
 class Token(Struct, array_like=True):
@@ -92,6 +96,7 @@ class TokenLogprob(Struct, array_like=True):
     text: str
     logprob: float
     data: bytes  # the token's bytes
+    shown: bool = True  # they are part of the text; those of special tokens are not
 
 
 class Piece(Struct, array_like=True):
@@ -116,11 +121,12 @@ class Pieces(Struct, tag=True):
 
 
 class Failed(Struct, tag=True):
-    """Anyone -> API server: these sequences get no (further) answer, and why."""
+    """Anyone -> API server: these sequences get no (further) answer, and why. Without uids, a worker's last words."""
 
     uids: list[int]
-    status: int  # HTTP
+    status: int  # HTTP; of a worker, its exit status
     message: str
+    worker: str = ""
 
 
 class Stats(Struct, tag=True):

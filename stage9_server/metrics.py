@@ -63,15 +63,17 @@ class Metrics:
 
     def count(self, pieces: list[Piece], told_at: dict[int, float | None], start: float) -> None:
         """The tokens in these pieces, and the time since their sequence's last one, or since the start. Updates told_at."""
-        now = time.perf_counter()
+        now, tokens = time.perf_counter(), Counter()
         for piece in pieces:
             if piece.num_tokens:
-                self.output_tokens += piece.num_tokens
-                if last := told_at[piece.uid]:
-                    self.itl.observe((now - last) / piece.num_tokens, piece.num_tokens)
-                else:
-                    self.ttft.observe(now - start)
-                told_at[piece.uid] = now
+                tokens[piece.uid] += piece.num_tokens
+        for uid, new in tokens.items():  # those that came together share the time since the last one
+            self.output_tokens += new
+            if last := told_at[uid]:
+                self.itl.observe((now - last) / new, new)
+            else:
+                self.ttft.observe(now - start)
+            told_at[uid] = now
 
     def count_prompts(self, usage: dict) -> None:
         self.prompt_tokens += usage["prompt_tokens"]

@@ -27,12 +27,13 @@ GETS = ("/v1/models", "/v1/models/{model}", "/health", "/metrics")
 ERRORS = {
     400: "The request is wrong; the message says how",
     401: "The key is missing or wrong",
+    403: "The server does not go by that name (without a key, on a loopback address)",
     404: "There is no such model",
     413: "The body is too large",
     415: "The body is not declared as JSON",
     429: "Too many sequences are in flight",
     500: "The server, or one of its processes, failed",
-    503: "Something is being restarted or shut down",
+    503: "The queue is full, or something is being restarted or shut down",
 }
 TEXT, NULL = {"type": "string"}, {"type": "null"}
 ERROR = {

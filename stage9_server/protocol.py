@@ -5,6 +5,7 @@ A request is a pydantic model, strict about types and ranges. A field is honoure
 put together by `Answer`, from pieces, without a model: that is done for every token.
 """
 
+import asyncio
 import codecs
 import time
 import uuid
@@ -433,7 +434,8 @@ class Choice:
     def offset(self, token: TokenLogprob) -> int:
         """Where in the text the token starts, or the character that it is part of. Ask in order."""
         start = self.length
-        self.length += len(self.decoder.decode(token.data))
+        if token.shown:
+            self.length += len(self.decoder.decode(token.data))
         return start
 
 
@@ -473,16 +475,18 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(min(c.cached_tokens for c in group) for group in groups)},
         }
 
-    def whole(self) -> bytes:
-        choices = [
-            {
+    async def whole(self) -> bytes:
+        """Choice by choice: with log-probabilities one may be megabytes, and others want to be served."""
+        choices = []
+        for choice in self.choices.values():
+            content = {
                 "index": choice.index,
                 **self.form.choice("".join(choice.texts)),
                 "logprobs": self.form.logprobs(choice) if self.wants_logprobs else None,
                 "finish_reason": choice.finish_reason,
             }
-            for choice in self.choices.values()
-        ]
+            choices.append(msgspec.Raw(encode(content)))
+            await asyncio.sleep(0)
         return encode(self.head | {"choices": choices, "usage": self.usage()})
 
     def events(self, uids: Iterable[int]) -> bytes:

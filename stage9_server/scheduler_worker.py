@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from common.config import UserError
+from common.device import resolve_device
 from stage2_req.req import Output
 from stage8_tp.build import build_rank
 from stage8_tp.engine import TPEngine
@@ -37,7 +38,9 @@ class Scheduling:
         if not uids:
             return []
         queue = len(self.engine.scheduler.waiting) + len(uids) - len(self.engine.cache.free_rows)
-        if queue > self.max_queue:  # those who find a free row are not going to wait
+        if queue > max(
+            self.max_queue, len(uids)
+        ):  # those who find a free row don't wait, and one call alone fits always
             return [(API, Failed(uids, 503, f"the queue is full ({self.max_queue} requests); try again later"))]
         result, seed = [], call.params.seed
         for i, uid in enumerate(uids):
@@ -48,7 +51,7 @@ class Scheduling:
                 return [(API, Failed(uids, 400, str(error)))]
             self.theirs[self.ours[uid]] = uid
             echo = call.prompt_ids if call.echo else []
-            result.append((DETOKENIZER, Started(uid, len(call.prompt_ids), call.stop, echo)))
+            result.append((DETOKENIZER, Started(uid, len(call.prompt_ids), call.stop, echo, call.continues)))
         return result
 
     def abort(self, message: Abort) -> list[tuple[str, Message]]:
@@ -127,6 +130,7 @@ def work(settings: Settings, ranks: Ranks | Alone) -> None:
 
 def main(settings: Settings) -> None:
     """With one rank, this process; with more, this process only watches over them."""
+    resolve_device(settings.engine.device)  # raises what the ranks would, where it can be told to the API server
     run_ranks(partial(work, settings), settings.engine.tp, settings.engine.device)
 
 

@@ -35,10 +35,15 @@ class StopStrings:
 
 
 class TextStream:
-    """One sequence: tokens in, text out. The prompt's text, where it is asked for, comes first and is not looked through."""
+    """One sequence: tokens in, text out. The prompt's text, where it is asked for, comes first and is not looked through.
 
-    def __init__(self, tokenizer, stop: list[str], echo_ids: list[int]):
+    continues: the text is no beginning, so a tokenizer that drops the space in front of one keeps it.
+    """
+
+    def __init__(self, tokenizer, stop: list[str], echo_ids: list[int], continues: bool = False):
         self.decoder, self.stop = IncrementalDecoder(tokenizer), StopStrings(stop)
+        if continues and not echo_ids:
+            self.decoder.at_start = False
         self.echo = "".join(map(self.decoder.push, echo_ids))
 
     def push(self, token: int) -> tuple[str, bool]:

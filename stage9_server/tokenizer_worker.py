@@ -4,7 +4,8 @@ import faulthandler
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,11 @@ from common.config import UserError
 from common.tokenizer import load_tokenizer
 from stage9_server.byte_tokenizer import ByteTokenizer
 from stage9_server.ipc import API, SCHEDULER, Settings, Worker, run_worker
-from stage9_server.messages import Detokenize, Detokenized, Failed, Generate, Message, Tokenize, Tokenized
+from stage9_server.messages import Abort, Detokenize, Detokenized, Failed, Generate, Message, Tokenize, Tokenized
 
 TIME_LIMIT = 5.0  # seconds for one call; a chat template is a program, and may be an endless one
 MAX_BYTES = 1 << 20  # of text in one call: a few seconds' work, for nothing can stop the tokenizer in the middle
+MAX_IDS = 1 << 17  # in a call to detokenize: a token can be a hundred bytes
 MEMORY = 8 << 30  # bytes that templates and texts may take, beyond what was there before the first call
 
 
@@ -31,6 +33,8 @@ class Tokenizing:
         try:
             with time_limit(self.time_limit):
                 if isinstance(message, Detokenize):
+                    if len(message.token_ids) > MAX_IDS:
+                        raise UserError(f"there are {len(message.token_ids)} tokens, and at most {MAX_IDS} are taken")
                     return API, Detokenized(message.uid, self.tokenizer.decode(message.token_ids, skip_special=False))
                 return self.tokenize(message)
         except UserError as error:
@@ -53,7 +57,9 @@ class Tokenizing:
         if len(ids) > call.max_len:
             raise UserError(too_long(call.max_len, str(len(ids))))
         tokens = call.max_tokens if call.max_tokens is not None else max(1, call.max_len - len(ids))
-        return SCHEDULER, Generate(call.uids, ids, replace(call.params, max_tokens=tokens), call.stop, call.echo)
+        return SCHEDULER, Generate(
+            call.uids, ids, replace(call.params, max_tokens=tokens), call.stop, call.echo, call.messages is None
+        )
 
     @staticmethod
     def texts(call: Tokenize) -> list[str]:
@@ -100,6 +106,21 @@ def limit_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
+def sort_in(queue: deque[Tokenize | Detokenize], messages: Iterable[Tokenize | Detokenize | Abort]) -> None:
+    """Calls go to the end of the queue; aborts take those out that are still there."""
+    for message in messages:
+        if not isinstance(message, Abort):
+            queue.append(message)
+            continue
+        gone, calls = set(message.uids), list(queue)
+        queue.clear()
+        for call in calls:
+            if isinstance(call, Tokenize):
+                call.uids = [uid for uid in call.uids if uid not in gone]
+            if call.uids if isinstance(call, Tokenize) else call.uid not in gone:
+                queue.append(call)
+
+
 def main(settings: Settings) -> None:
     worker = Worker(settings)
     tokenizing = Tokenizing(load_tokenizer(settings.engine.model) or ByteTokenizer())
@@ -108,9 +129,11 @@ def main(settings: Settings) -> None:
     )  # loads Jinja
     limit_memory(MEMORY)
     worker.ready()
+    queue: deque[Tokenize | Detokenize] = deque()
     while True:
-        for message in worker.receive(wait=True):
-            worker.send(*tokenizing.handle(message))
+        sort_in(queue, worker.receive(wait=not queue))
+        if queue:
+            worker.send(*tokenizing.handle(queue.popleft()))
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ class Clients:
         host, port = self.url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port), limit=1024)
         body = json.dumps(self.body(stream=True, max_tokens=200, n=4, logprobs=20)).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
         writer.write(f"{head}{len(body)}\r\n\r\n".encode() + body)
         await asyncio.sleep(self.rng.random() * CLIENT_SECONDS / 2)
         writer.transport.abort()

@@ -10,6 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from common.config import UserError
 from common.tokenizer import GPT2_BYTES, IncrementalDecoder, Tokenizer
+from stage9_server.text import TextStream
 
 TEXTS = [
     "Hello, world!",
@@ -157,6 +158,14 @@ def byte_fallback(tmp_path_factory):
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     model.decoder = decoders.Sequence(steps)
     return saved(model, tmp_path_factory.mktemp("byte_fallback"))
+
+
+def test_a_text_that_goes_on_keeps_its_space(byte_fallback):
+    token = byte_fallback.hf.convert_tokens_to_ids("▁a")
+    assert TextStream(byte_fallback, [], []).push(token) == ("a", False)
+    assert TextStream(byte_fallback, [], [], continues=True).push(token) == (" a", False)
+    echoed = TextStream(byte_fallback, [], [token], continues=True)
+    assert echoed.echo + echoed.push(token)[0] == "a a"
 
 
 def saved(model, folder) -> Tokenizer:

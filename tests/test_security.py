@@ -360,7 +360,7 @@ def test_who_waits_for_the_engine_is_not_shut_out(server, text_checkpoint):
 def test_who_does_not_read_is_shut_out_and_his_sequences_end(server, text_checkpoint):
     body = {"model": str(text_checkpoint.path), "prompt": "x", "max_tokens": 500, "ignore_eos": True, "n": 16}
     body |= {"stream": True, "logprobs": 20}
-    request = http_request(TEXT, body).replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer sesame")
+    request = http_request(TEXT, body).replace(b"Host: localhost", b"Host: localhost\r\nAuthorization: Bearer sesame")
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.url.removeprefix("http://").split(":")

@@ -24,6 +24,7 @@ from stage9_server import client, launch, load, protocol
 from stage9_server.api_server import ROUTES, ApiSettings, create_app
 from stage9_server.hub import RequestFailed
 from stage9_server.messages import Piece, Stats, TokenLogprob
+from stage9_server.metrics import ITL_BUCKETS, Metrics
 from tests.conftest import reference
 
 MAX_LEN, PAGE, MAX_CONCURRENT, MAX_BODY = 256, 8, 48, 100_000
@@ -631,7 +632,7 @@ def connect(url: str) -> socket.socket:
 
 def http_request(path: str, body: dict) -> bytes:
     content = json.dumps(body).encode()
-    return b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (
+    return b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (
         path.encode(), len(content), content,
     )  # fmt: skip
 
@@ -649,7 +650,7 @@ def test_a_client_that_leaves(server, model, phase):
         if phase in ("first token", "some tokens", "several"):
             received = b""
             while received.count(b"data: ") < (1 if phase == "first token" else 20):
-                received += sock.recv(65536)
+                received += sock.recv(65536) or pytest.fail(received.decode())
         elif phase == "not streamed":
             while numbers(server.url)["sglang_sequences_in_flight"] == 0:
                 time.sleep(0.005)
@@ -964,6 +965,61 @@ def test_a_mistake_of_ours_is_a_500_that_tells_nothing():
     assert b"secret" not in found.body and found.error["type"] == "server_error"
 
 
+def test_every_answer_is_counted_under_its_route():
+    """Also what nobody had foreseen, and paths with a name in them."""
+    app, page = app_of(FakeHub(ZeroDivisionError("secret"))), None
+
+    async def ask():
+        await Exchange(TEXT, {"model": "m", "prompt": "x"})(app)
+        for path in ("/v1/models/m", "/v1/models/n", "/nowhere"):
+            await Exchange(path, b"", method="GET")(app)
+        return await Exchange("/metrics", b"", method="GET")(app)
+
+    page = asyncio.run(ask()).body.decode()
+    for route, status in (
+        (TEXT, 500),
+        ("/v1/models/{model:path}", 200),
+        ("/v1/models/{model:path}", 404),
+        ("other", 404),
+    ):
+        assert f'sglang_requests_total{{endpoint="{route}",status="{status}"}} 1.0' in page
+
+
+def test_tokens_that_come_together_share_the_time():
+    metrics, told = Metrics(lambda: None), {7: None, 8: None}
+    metrics.count([Piece(7, "a", 1, None, 5, 0), Piece(8, "", 0, None, 5, 0)], told, 0.0)
+    told[7] -= 0.3  # seconds since the last one
+    metrics.count([Piece(7, "b", 1, None, 5, 0)] * 30, told, 0.0)
+    assert metrics.output_tokens == 31 and sum(metrics.ttft.counts) == 1
+    assert metrics.itl.counts[ITL_BUCKETS.index(0.01)] == 0
+    assert sum(metrics.itl.counts) == metrics.itl.counts[ITL_BUCKETS.index(0.02)] == 30
+    assert told[8] is None
+
+
+@pytest.mark.parametrize(("host", "settings", "status"), [
+    (b"localhost:8000", {}, 200), (b"127.0.0.1", {}, 200), (b"[::1]:8000", {}, 200), (b"LOCALHOST", {}, 200),
+    (b"evil.example:8000", {}, 403), (b"", {}, 403), (b"[::1", {}, 403), (b"\xff", {}, 403),
+    (b"evil.example", {"hosts": ()}, 200),  # it listens to the network, where it has names that it does not know
+    (b"evil.example", {"api_key": "k"}, 200),  # whoever has the key is no stranger
+])  # fmt: skip
+def test_a_page_that_calls_itself_127_0_0_1_gets_no_answer(host, settings, status):
+    headers = [(b"host", host), (b"authorization", b"Bearer k")]
+    settings = {"hosts": launch.LOOPBACK} | settings
+    found = exchange(FakeHub([ACCEPTED, piece("a", reason="stop")]), {}, headers=headers, settings=settings)
+    assert found.status == status
+    assert exchange(FakeHub(), b"", "/health", method="GET", headers=headers, settings=settings).status == 200
+
+
+def test_a_call_that_never_fits_is_not_to_come_again():
+    found = exchange(FakeHub(), {"n": 4}, settings={"max_concurrent": 3})
+    assert (found.status, found.headers.get(b"retry-after")) == (400, None)
+    assert "4 sequences" in found.error["message"]
+
+
+def test_a_wrong_method_is_told_the_right_one():
+    assert exchange(FakeHub(), b"", CHAT, method="GET").error["message"] == "Method Not Allowed: use POST"
+
+
 def test_metrics_before_and_after_the_scheduler_has_spoken():
     hub = FakeHub()
     page = exchange(hub, b"", "/metrics", method="GET").body.decode()
@@ -1007,6 +1063,8 @@ def test_text_offsets_of_split_and_broken_characters():
     assert [protocol.token_name(TokenLogprob(d.decode(errors="replace"), 0.0, d)) for d in data[:3]] == [
         "a", "bytes:\\xf0\\x9f", "bytes:\\x98\\x80",
     ]  # fmt: skip
+    special = TokenLogprob("</s>", 0.0, b"</s>", shown=False)
+    assert [choice.offset(token) for token in (special, tokens[0], tokens[0])] == [7, 7, 8]
 
 
 def serve_bytes(*answers: list[bytes]):

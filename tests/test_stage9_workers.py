@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from contextlib import aclosing
 
 import pytest
@@ -20,7 +21,7 @@ from stage7_radix.params import RequestParams
 from stage8_tp.build import build_engine
 from stage9_server.byte_tokenizer import ByteTokenizer
 from stage9_server.detokenizer_worker import Detokenizing
-from stage9_server.hub import Hub, RequestFailed
+from stage9_server.hub import SILENCE, Hub, RequestFailed
 from stage9_server.ipc import API, DETOKENIZER, SCHEDULER, Settings
 from stage9_server.launch import ROOT
 from stage9_server.messages import (
@@ -33,13 +34,14 @@ from stage9_server.messages import (
     Pieces,
     Ready,
     Started,
+    Stats,
     Tokenize,
     Tokenized,
     decode,
     encode,
 )
 from stage9_server.scheduler_worker import Scheduling, serve
-from stage9_server.tokenizer_worker import Tokenizing, time_limit
+from stage9_server.tokenizer_worker import Tokenizing, sort_in, time_limit
 
 PARAMS = RequestParams(temperature=0.5, cache_salt="s")
 BOS = 0
@@ -77,7 +79,7 @@ def test_a_prompt_goes_to_the_scheduler(tokenizing):
     assert to == SCHEDULER
     assert decode(encode(message)) == message
     expected = RequestParams(temperature=0.5, cache_salt="s", max_tokens=7)
-    assert message == Generate([1, 2], tokenizing.tokenizer.encode("hi"), expected, ["x"], True)
+    assert message == Generate([1, 2], tokenizing.tokenizer.encode("hi"), expected, ["x"], echo=True, continues=True)
 
 
 @pytest.mark.parametrize(("what", "starts"), [
@@ -159,6 +161,19 @@ def test_code_that_python_can_not_interrupt_ends_the_process():
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
+def test_aborts_take_calls_out_of_the_queue():
+    queue = deque()
+    first, second = Tokenize([1, 2], text="a"), Tokenize([3], text="b")
+    sort_in(queue, [first, second, Detokenize(4, [5]), Abort([1, 3, 9])])
+    assert list(queue) == [Tokenize([2], text="a"), Detokenize(4, [5])]
+    sort_in(queue, [Abort([2, 4]), second])
+    assert list(queue) == [second]
+
+
+def test_too_many_tokens_for_a_text(tokenizing):
+    assert "at most 131072" in tokenizing.handle(Detokenize(1, [5] * 131073))[1].message
 
 
 def test_a_model_without_a_template(tokenizing, tokenizer, monkeypatch):
@@ -243,6 +258,8 @@ def test_the_queue_has_an_end(scheduling):
     assert (to, failed.uids, failed.status) == (API, [7], 503)
     assert set(finish(scheduling)) == set(range(7))
     assert scheduling.handle(generate(8))[0][0] == DETOKENIZER
+    finish(scheduling)
+    assert scheduling.handle(generate(*range(10, 26)))[0][0] == DETOKENIZER  # one call is never too many by itself
 
 
 def test_aborts_before_during_and_after(scheduling):
@@ -433,7 +450,10 @@ def test_whoever_leaves_aborts(folder, begun):
             await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.wait([task])
-        assert sent[-1] == (SCHEDULER, Abort([2] if begun else [1, 2]))
+        if begun:
+            assert sent[1:] == [(SCHEDULER, Abort([2]))]
+        else:  # it may still be where it was sent first
+            assert sent[1:] == [(SCHEDULER, Abort([1, 2])), (sent[0][0], Abort([1, 2]))]
         assert not hub.sequences
 
     play(folder, script)
@@ -463,17 +483,28 @@ def test_who_suffers_from_whose_death(folder):
         assert at[1] == at[3] != at[2] == at[9]
         hub.handle(Pieces([piece(1)]))  # has left the tokenizer
         hub.lost(at[1])
-        assert sent[-1] == (SCHEDULER, Abort([3]))
+        assert sent[-2:] == [(SCHEDULER, Abort([3])), (at[3], Abort([3]))]
         assert (await tasks[3])[0][0] == 500
         assert hub.health() is None  # the other one is there
         hub.lost(DETOKENIZER)
         assert "detokenizer" in hub.health()
-        assert sent[-1] == (SCHEDULER, Abort([1, 2]))
+        assert sent[-2:] == [(SCHEDULER, Abort([1, 2])), (at[2], Abort([2]))]
         for uid in (1, 2):
             (*_, (status, message)) = await tasks[uid]
             assert status == 500 and "detokenizer died" in message
         hub.handle(Tokenized(9, [7]))  # it asks a tokenizer only
         assert await asked == [7]
+
+    play(folder, script)
+
+
+def test_an_engine_that_says_nothing_is_not_healthy(folder):
+    async def script(hub, sent):
+        assert hub.health() is None
+        hub.heard_at -= SILENCE + 1
+        assert "silent" in hub.health()
+        hub.handle(Stats(*[0] * 11))
+        assert hub.health() is None
 
     play(folder, script)
 
