@@ -1,6 +1,7 @@
 """What an attacker would try: code in data, requests that cost the server more than the client, names that are paths."""
 
 import ast
+import asyncio
 import os
 import re
 import socket
@@ -25,7 +26,9 @@ from tests.test_stage9_api import (
     CHAT,
     HELLO,
     TEXT,
+    Exchange,
     FakeHub,
+    app_of,
     connect,
     exchange,
     http_request,
@@ -229,8 +232,17 @@ def test_huge_numbers_never_reach_the_hub(path, fields):
 
 def test_counting_tokens_has_its_share_of_the_limit():
     """Otherwise it would be the way round it."""
+
+    async def beside_a_completion(path: str, body: bytes) -> Exchange:
+        app = app_of(FakeHub([ACCEPTED], 0.2, [piece("a", reason="stop")]), max_concurrent=1)
+        completion = asyncio.ensure_future(Exchange(TEXT, {"model": "m", "prompt": "x"})(app))
+        await asyncio.sleep(0.05)
+        found = await Exchange(path, body)(app)
+        assert (await completion).status == 200
+        return found
+
     for path, body in (("/tokenize", b'{"prompt": "x"}'), ("/detokenize", b'{"tokens": [1]}')):
-        found = exchange(FakeHub(), body, path, settings={"max_concurrent": 0})
+        found = asyncio.run(beside_a_completion(path, body))
         assert (found.status, found.error["code"]) == (429, "rate_limit_exceeded")
 
 
