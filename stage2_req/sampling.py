@@ -62,7 +62,7 @@ class Sampler:
         for row, req in zip(logits, reqs, strict=True):
             p = req.params
             if p.repetition_penalty != 1:
-                ids = upload(np.unique(req.token_ids), row.device)
+                ids = upload(np.fromiter(set(req.token_ids), np.int64), row.device)
                 seen = row[ids]
                 row[ids] = torch.where(seen > 0, seen / p.repetition_penalty, seen * p.repetition_penalty)
             delta = dict(p.logit_bias)
