@@ -79,7 +79,7 @@ def create_app(hub: Hub, settings: ApiSettings) -> FastAPI:
     for path, (method, name) in ROUTES.items():
         app.add_api_route(path, getattr(api, name), methods=[method], response_model=None)
     for kind in (ApiError, UserError, RequestFailed, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, error_response)
+        app.add_exception_handler(kind, on_error)
     app.add_middleware(Gate, settings=settings, metrics=metrics)
     return app
 
@@ -281,7 +281,7 @@ class Gate:
 
         refusal = self.refusal(scope)
         try:
-            return await (error_response(None, refusal) if refusal else self.app)(scope, limited, counted)
+            return await (error_response(refusal) if refusal else self.app)(scope, limited, counted)
         finally:  # the answer to an unforeseen error is given further out
             route = scope["path"] if scope["path"] in ROUTES else getattr(scope.get("route"), "path", "other")
             self.metrics.requests[route, status or 500] += 1
@@ -312,7 +312,12 @@ def json_response(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-def error_response(request: Request | None, error: Exception) -> Response:
+async def on_error(_request: Request, error: Exception) -> Response:
+    """Without `async` it would run in a thread."""
+    return error_response(error)
+
+
+def error_response(error: Exception) -> Response:
     """Every error in OpenAI's form."""
     headers = dict(getattr(error, "headers", None) or {})  # a 405 says what is allowed
     match error:

@@ -171,6 +171,12 @@ def no_test_hangs():
     signal.signal(signal.SIGALRM, before)
 
 
+def pytest_configure(config):
+    """In two processes: files in their order, not the one with the fewest tests last, which may take the longest."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:

@@ -675,6 +675,7 @@ def test_health_and_metrics(server, model, chat):
     assert gained["sglang_steps_total"] >= 10
     assert 0 < after["sglang_cache_hit_rate"] < 1
     assert 0 <= after["sglang_kv_usage"] <= 1
+    assert (post(server.url, CHAT, {})[0], post(server.url, "/nowhere", {})[0]) == (400, 404)
     with urllib.request.urlopen(f"{server.url}/metrics") as page:
         text = page.read().decode()
     assert 'sglang_requests_total{endpoint="/v1/chat/completions",status="400"}' in text
