@@ -40,7 +40,8 @@ def run_ranks(work: Callable[[Ranks | Alone], None], tp: int | None, device: str
             status = job.wait()
         finally:
             job.kill()
-        sys.exit(status)
+        sys.stdout.flush()
+        os._exit(status)  # the interpreter's farewell to PyTorch takes a second
 
 
 # --- in a rank --------------------------------------------------------------------------------------------------

@@ -62,17 +62,21 @@ class Metrics:
         self.registry.register(self)
 
     def count(self, pieces: list[Piece], told_at: dict[int, float | None], start: float) -> None:
-        """The tokens in these pieces, and the time since their sequence's last one, or since the start. Updates told_at."""
+        """The tokens in these pieces, and the time since their sequence's last one, or since the start. Updates told_at.
+
+        Those that came together share that time; behind a first token no time has passed.
+        """
         now, tokens = time.perf_counter(), Counter()
         for piece in pieces:
             if piece.num_tokens:
                 tokens[piece.uid] += piece.num_tokens
-        for uid, new in tokens.items():  # those that came together share the time since the last one
+        for uid, new in tokens.items():
             self.output_tokens += new
             if last := told_at[uid]:
                 self.itl.observe((now - last) / new, new)
             else:
                 self.ttft.observe(now - start)
+                self.itl.observe(0.0, new - 1)
             told_at[uid] = now
 
     def count_prompts(self, usage: dict) -> None:
