@@ -98,7 +98,7 @@ class Hub:
         try:
             for call in calls:
                 call.max_len = self.info["max_len"]
-                await self.submit(call, call.uids, answers, generates=True)
+                await self.submit(call, answers, generates=True)
             while open_uids:
                 pieces, failed = [], None
                 answer = await answers.get()
@@ -119,11 +119,10 @@ class Hub:
             self.abort(open_uids)
 
     async def tokenize(self, call: Tokenize) -> list[int]:
-        return (await self.ask(call, call.uids[0])).token_ids
+        return (await self.ask(call)).token_ids
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        (uid,) = self.new_uids(1)
-        return (await self.ask(Detokenize(uid, token_ids), uid)).text
+        return (await self.ask(Detokenize(self.new_uids(1), token_ids))).text
 
     def abort(self, uids: Iterable[int]) -> None:
         """Nobody waits for these any more. All are told who may have them or get them."""
@@ -138,20 +137,18 @@ class Hub:
 
     # --- calls on their way ---
 
-    async def ask(self, message: Tokenize | Detokenize, uid: int) -> Tokenized | Detokenized:
+    async def ask(self, message: Tokenize | Detokenize) -> Tokenized | Detokenized:
         answers: asyncio.Queue = asyncio.Queue()
         try:
-            await self.submit(message, [uid], answers, generates=False)
+            await self.submit(message, answers, generates=False)
             answer = await answers.get()
         finally:
-            self.abort([uid])
+            self.abort(message.uids)
         if isinstance(answer, Failed):
             raise RequestFailed(answer.status, answer.message)
         return answer
 
-    async def submit(
-        self, message: Tokenize | Detokenize, uids: list[int], answers: asyncio.Queue, generates: bool
-    ) -> None:
+    async def submit(self, message: Tokenize | Detokenize, answers: asyncio.Queue, generates: bool) -> None:
         """Give a call to the tokenizer with the least to do. Waits for what is being restarted, if that is not the engine."""
         waited = 0.0
         while reason := self.health():
@@ -164,7 +161,7 @@ class Hub:
             if sequence.tokenizer in load:
                 load[sequence.tokenizer] += 1
         name = min(load, key=load.get)
-        for uid in uids:
+        for uid in message.uids:
             self.sequences[uid] = Sequence(answers, generates, name)
         self.send(name, message)
 

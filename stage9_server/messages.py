@@ -32,7 +32,7 @@ class Tokenize(Struct, tag=True):
 class Detokenize(Struct, tag=True):
     """API server -> tokenizer; answered by Detokenized."""
 
-    uid: int
+    uids: list[int]  # one
     token_ids: list[int]
 
 

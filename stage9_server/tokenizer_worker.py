@@ -35,7 +35,8 @@ class Tokenizing:
                 if isinstance(message, Detokenize):
                     if len(message.token_ids) > MAX_IDS:
                         raise UserError(f"there are {len(message.token_ids)} tokens, and at most {MAX_IDS} are taken")
-                    return API, Detokenized(message.uid, self.tokenizer.decode(message.token_ids, skip_special=False))
+                    text = self.tokenizer.decode(message.token_ids, skip_special=False)
+                    return API, Detokenized(message.uids[0], text)
                 return self.tokenize(message)
         except UserError as error:
             reason = str(error)
@@ -43,7 +44,7 @@ class Tokenizing:
             reason = f"the tokenizer or the chat template took longer than {self.time_limit:g} s"
         except Exception as error:  # the template is somebody's program, the ids are anybody's
             reason = f"the input can't be tokenized: {str(error) or type(error).__name__}"
-        return API, Failed(message.uids if isinstance(message, Tokenize) else [message.uid], 400, reason)
+        return API, Failed(message.uids, 400, reason)
 
     def tokenize(self, call: Tokenize) -> tuple[str, Message]:
         size = sum(len(text.encode()) for text in self.texts(call))
@@ -115,10 +116,19 @@ def sort_in(queue: deque[Tokenize | Detokenize], messages: Iterable[Tokenize | D
         gone, calls = set(message.uids), list(queue)
         queue.clear()
         for call in calls:
-            if isinstance(call, Tokenize):
-                call.uids = [uid for uid in call.uids if uid not in gone]
-            if call.uids if isinstance(call, Tokenize) else call.uid not in gone:
+            call.uids = [uid for uid in call.uids if uid not in gone]
+            if call.uids:
                 queue.append(call)
+
+
+def serve(tokenizing: Tokenizing, worker: Worker) -> None:
+    """One call at a time, so that an abort finds those that have not begun."""
+    worker.ready()
+    queue: deque[Tokenize | Detokenize] = deque()
+    while True:
+        sort_in(queue, worker.receive(wait=not queue))
+        if queue:
+            worker.send(*tokenizing.handle(queue.popleft()))
 
 
 def main(settings: Settings) -> None:
@@ -128,12 +138,7 @@ def main(settings: Settings) -> None:
         Tokenize([0], messages=[{"role": "user", "content": ""}])
     )  # loads Jinja
     limit_memory(MEMORY)
-    worker.ready()
-    queue: deque[Tokenize | Detokenize] = deque()
-    while True:
-        sort_in(queue, worker.receive(wait=not queue))
-        if queue:
-            worker.send(*tokenizing.handle(queue.popleft()))
+    serve(tokenizing, worker)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from common.config import EngineConfig, UserError
 from common.tokenizer import load_tokenizer
 from stage7_radix.params import RequestParams
 from stage8_tp.build import build_engine
+from stage9_server import tokenizer_worker
 from stage9_server.byte_tokenizer import ByteTokenizer
 from stage9_server.detokenizer_worker import Detokenizing
 from stage9_server.hub import SILENCE, Hub, RequestFailed
@@ -125,15 +126,15 @@ def test_prompts_that_are_too_long(tokenizing, what):
 def test_counting_and_showing_tokens(tokenizing):
     to, message = tokenizing.handle(call(text="hi" * 200, params=None))  # no limit where nothing is generated
     assert to == API and len(message.token_ids) == 401
-    assert tokenizing.handle(Detokenize(3, message.token_ids)) == (API, Detokenized(3, "<s>" + "hi" * 200))
+    assert tokenizing.handle(Detokenize([3], message.token_ids)) == (API, Detokenized(3, "<s>" + "hi" * 200))
 
 
 @pytest.mark.parametrize("message", [
     call(messages=chat("fail")),  # the template raises
     call(messages=[{"content": "no role"}, 5]),
     call(text="a", max_tokens=0),
-    Detokenize(1, [-1]),
-    Detokenize(1, [1 << 40]),
+    Detokenize([1], [-1]),
+    Detokenize([1], [1 << 40]),
 ])  # fmt: skip
 def test_a_failure_is_told_and_passes(tokenizing, message):
     to, failed = tokenizing.handle(message)
@@ -166,14 +167,22 @@ def test_code_that_python_can_not_interrupt_ends_the_process():
 def test_aborts_take_calls_out_of_the_queue():
     queue = deque()
     first, second = Tokenize([1, 2], text="a"), Tokenize([3], text="b")
-    sort_in(queue, [first, second, Detokenize(4, [5]), Abort([1, 3, 9])])
-    assert list(queue) == [Tokenize([2], text="a"), Detokenize(4, [5])]
+    sort_in(queue, [first, second, Detokenize([4], [5]), Abort([1, 3, 9])])
+    assert list(queue) == [Tokenize([2], text="a"), Detokenize([4], [5])]
     sort_in(queue, [Abort([2, 4]), second])
     assert list(queue) == [second]
 
 
+def test_the_queue_is_left_between_two_calls(tokenizing):
+    looks = [call(uids=[1], text="a"), call(uids=[2], text="b")], [Abort([2]), call(uids=[3], text="c")], []
+    worker = Script(*looks, at_every_look=True)
+    with pytest.raises(StopIteration):
+        tokenizer_worker.serve(tokenizing, worker)
+    assert [message.uids for _, message in worker.sent] == [[1], [3]]
+
+
 def test_too_many_tokens_for_a_text(tokenizing):
-    assert "at most 131072" in tokenizing.handle(Detokenize(1, [5] * 131073))[1].message
+    assert "at most 131072" in tokenizing.handle(Detokenize([1], [5] * 131073))[1].message
 
 
 def test_a_model_without_a_template(tokenizing, tokenizer, monkeypatch):
@@ -275,21 +284,21 @@ def test_aborts_before_during_and_after(scheduling):
 
 
 class Script:
-    """A worker whose inbox holds these messages, a list for every time that the scheduler waits."""
+    """A worker whose inbox holds these messages: a list for every time that it waits for some, or that it looks."""
 
     settings = Settings(SCHEDULER, 0, "", 0, EngineConfig(), max_queue=3)
 
-    def __init__(self, *script: list):
-        self.script = iter(script)
+    def __init__(self, *script: list, at_every_look: bool = False):
+        self.script, self.at_every_look, self.sent = iter(script), at_every_look, []
 
     def receive(self, wait: bool) -> list:
-        return next(self.script) if wait else []  # raises StopIteration at the end
+        return next(self.script) if wait or self.at_every_look else []  # raises StopIteration at the end
 
     def ready(self, **info) -> None:
         pass
 
     def send(self, to: str, message) -> None:
-        pass
+        self.sent.append((to, message))
 
 
 def test_memory_is_looked_at_in_the_pauses(engine, monkeypatch):
@@ -467,7 +476,7 @@ def test_asking_a_tokenizer(folder):
         assert await task == [7]
         task = asyncio.ensure_future(hub.detokenize([7]))
         await asyncio.sleep(0)
-        hub.handle(Failed([sent[-1][1].uid], 400, "no"))
+        hub.handle(Failed(sent[-1][1].uids, 400, "no"))
         with pytest.raises(RequestFailed, match="no"):
             await task
 
