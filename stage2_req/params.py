@@ -1,9 +1,10 @@
 """SamplingParams: what a request wants."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Integral
+from numbers import Integral, Real
 from operator import index
 
 from common.config import UserError, check_range
@@ -12,7 +13,19 @@ MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5  # below this a draw is the argmax; dividing by it would overflow
 MAX_TEMPERATURE = 1e6  # long before this all tokens are equally likely
 MAX_COUNT = 2**31 - 1
-PLAIN = {int: int, int | None: int, float: float}
+NUMBERS = {  # field -> (kind, lowest, highest)
+    "temperature": (float, 0, MAX_TEMPERATURE),
+    "top_k": (int, -1, MAX_COUNT),
+    "top_p": (float, 0, 1),
+    "min_p": (float, 0, 1),
+    "seed": (int, None, None),
+    "repetition_penalty": (float, 0, math.inf),
+    "presence_penalty": (float, -2, 2),
+    "frequency_penalty": (float, -2, 2),
+    "logprobs": (int, 0, MAX_LOGPROBS),
+    "max_tokens": (int, 1, MAX_COUNT),
+}
+OPTIONAL, POSITIVE = ("seed", "logprobs"), ("top_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -34,24 +47,20 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self):
-        for name in ("top_k", "seed", "logprobs", "max_tokens"):
-            if not isinstance(value := getattr(self, name), Integral | None):
-                raise UserError(f"{name} is {value!r}; it must be a whole number")
-        check_range("temperature", self.temperature, 0, MAX_TEMPERATURE)
-        check_range("top_k", self.top_k, -1, MAX_COUNT)
-        check_range("top_p", self.top_p, 0, 1, open_low=True)
-        check_range("min_p", self.min_p, 0, 1)
-        check_range("repetition_penalty", self.repetition_penalty, 0, open_low=True)
-        check_range("presence_penalty", self.presence_penalty, -2, 2)
-        check_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        check_range("max_tokens", self.max_tokens, 1, MAX_COUNT)
-        if self.logprobs is not None:
-            check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        """NumPy's numbers become Python's, which fit into any message."""
+        for name, (kind, low, high) in NUMBERS.items():
+            value = getattr(self, name)
+            if value is None and name in OPTIONAL:
+                continue
+            if type(value) is not kind:
+                if not isinstance(value, Integral if kind is int else Real):
+                    raise UserError(f"{name} is {value!r}; it must be a {'whole number' if kind is int else 'number'}")
+                value = kind(value)
+                object.__setattr__(self, name, value)
+            if low is not None:
+                check_range(name, value, low, high, open_low=name in POSITIVE)
         for token, bias in self.logit_bias.items():
             check_range(f"logit_bias of token {token}", bias, -100, 100)
-        for f in fields(self):  # NumPy's numbers become Python's, which fit into any message
-            if f.type in PLAIN and (value := getattr(self, f.name)) is not None:
-                object.__setattr__(self, f.name, PLAIN[f.type](value))
         object.__setattr__(self, "logit_bias", {index(t): float(bias) for t, bias in self.logit_bias.items()})
         object.__setattr__(self, "stop_token_ids", frozenset(map(index, self.stop_token_ids)))
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 import uvicorn
+import uvloop
 import zmq
 
 from common import cli
@@ -208,7 +209,7 @@ def main() -> None:
         folder = tempfile.mkdtemp(prefix="sglang-zero-")
         status = 0
         try:
-            asyncio.run(serve(args, folder, sock))
+            uvloop.run(serve(args, folder, sock))
         except WorkerFailed as error:
             print(f"error: {error}", file=sys.stderr)
             status = 1

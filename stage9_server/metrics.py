@@ -66,10 +66,10 @@ class Metrics:
 
         Those that came together share that time; behind a first token no time has passed.
         """
-        now, tokens = time.perf_counter(), Counter()
+        now, tokens = time.perf_counter(), {}
         for piece in pieces:
             if piece.num_tokens:
-                tokens[piece.uid] += piece.num_tokens
+                tokens[piece.uid] = tokens.get(piece.uid, 0) + piece.num_tokens
         for uid, new in tokens.items():
             self.output_tokens += new
             if last := told_at[uid]:

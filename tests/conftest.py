@@ -20,6 +20,8 @@ from hypothesis import HealthCheck, settings
 from common.config import EngineConfig
 from common.fetch import fetch_default
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that sends us to the background has it ignored
+
 # What tests of random histories build on: HYPOTHESIS_PROFILE=nightly tries many more, and others every time.
 base = settings(deadline=None, suppress_health_check=[*HealthCheck])
 settings.register_profile("ci", base, derandomize=True, max_examples=100, stateful_step_count=30)
