@@ -176,8 +176,10 @@ class Api:
         options = {"logprobs": ask.wants_logprobs, "include_usage": ask.include_usage}
         answer = Answer(form, self.settings.model, uids, ask.n, **options)
         updates = self.updates(ask.calls(uids), answer, start)
-        await unless_gone(request.receive, until(answer, updates, accepted=ask.stream))
-        return EventStream(answer, updates) if ask.stream else json_response(await answer.whole())
+        if ask.stream:
+            return EventStream(answer, updates)
+        await unless_gone(request.receive, exhaust(updates))
+        return json_response(await answer.whole())
 
     async def updates(self, calls: list[Tokenize], answer: Answer, start: float) -> AsyncGenerator[Iterable[int]]:
         """Brings the answer up to date until it is complete; each time, the uids that have something new."""
@@ -193,11 +195,9 @@ class Api:
                 self.metrics.count_prompts(answer.usage())
 
 
-async def until(answer: Answer, updates: AsyncGenerator, accepted: bool) -> None:
-    """Wait for the end of the answer, or only until the engine has taken all of it."""
+async def exhaust(updates: AsyncGenerator) -> None:
     async for _ in updates:
-        if accepted and answer.accepted:
-            return
+        pass
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -220,17 +220,23 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events: what is there, then every update as it comes. Owns the updates, and closes them."""
+    """Server-sent events, once the engine has taken all of the call: what is there, then every update as it comes.
+
+    Until then an error has a status of its own. Owns the updates, and closes them.
+    """
 
     def __init__(self, answer: Answer, updates: AsyncGenerator[Iterable[int]]):
         super().__init__(media_type="text/event-stream", headers=SSE_HEADERS)
         del self.headers["content-length"]
-        self.answer, self.updates = answer, updates
+        self.answer, self.updates, self.started = answer, updates, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.updates):
-            with suppress(ClientDisconnect):
+            try:
                 await unless_gone(receive, self.pump(send))
+            except ClientDisconnect:
+                if not self.started:  # else the status has gone out already
+                    raise
 
     async def pump(self, send: Send) -> None:
         async def send_events(uids: Iterable[int]) -> None:
@@ -240,13 +246,16 @@ class EventStream(Response):
             if events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
 
+        while not self.answer.accepted:
+            await anext(self.updates)
+        self.started = True
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         last = b""
         try:
             await send_events(self.answer.choices)
             async for uids in self.updates:
                 await send_events(uids)
-        except RequestFailed as error:  # the status has gone out already
+        except RequestFailed as error:
             last = b"data: " + ApiError(error.status, error.message).body() + b"\n\n"
         await send({"type": "http.response.body", "body": last})
 

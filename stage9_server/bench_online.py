@@ -1,4 +1,5 @@
-"""The `offline` workload, once in the engine alone and once through the server, as so many streams at the same time.
+"""The engine alone and through the server: the `offline` workload, as so many streams at the same time, and the time to
+the first token of requests that come one by one.
 
 python stage9_server/bench_online.py --model dummy:qwen3-0.6b --max-model-len 4096
 """
@@ -12,6 +13,8 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import numpy as np
+
 from common import cli, report, workload
 from common.checkpoint import load_config
 from common.config import EngineConfig, UserError
@@ -22,8 +25,10 @@ from stage8_tp.build import build_engine
 from stage9_server import launch, load
 from stage9_server.client import completions
 
+FIRST_COLUMNS = ["way", "p50, ms", "p90, ms"]
 COLUMNS = ["way", "round", "requests", "output tokens", "seconds", "output tokens/s"]
 TEMPERATURE = 0.6
+SINGLE, SINGLES, PAUSE = workload.Item([7] * 64, 1), 100, 0.02  # a request, how many, and seconds before each
 
 
 def main() -> None:
@@ -36,27 +41,43 @@ def main() -> None:
     vocab_size = load_config(args.model)[0].vocab_size
     items = workload.offline(args.scale, vocab_size)[: max(1, round(256 * args.scale))]
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # whose end frees the device's memory
-        rows = pool.submit(offline, cli.config(args), items, args.rounds).result()
+        rows, alone = pool.submit(offline, cli.config(args), items, args.rounds).result()
     with launch.running(*launch.as_flags(args), "--port", "0", "--max-queue", str(len(items))) as server:
-        summaries = online(server.url, args.model, items, args.rounds)
+        summaries, served = online(server.url, args.model, items, args.rounds)
     rows += [row("online", i, len(items), s.output_tokens, s.seconds) for i, s in enumerate(summaries, 1)]
     percent = round(100 * rows[-1][-1] / rows[args.rounds - 1][-1], 1)
     report.table(f"{args.model}, {len(items)} requests at once", COLUMNS, rows)
     report.table("Online, the last round", load.COLUMNS, summaries[-1].rows)
     report.say(f"online / offline: {percent} %")
+    firsts = [["engine alone", *quantiles(alone)], ["through the server", *quantiles(served)]]
+    added = round(firsts[1][1] - firsts[0][1], 2)
+    report.table(f"First token, {SINGLES} requests one by one", FIRST_COLUMNS, firsts)
+    report.say(f"the server adds {added} ms")
     if args.save:
         latency = {"columns": load.COLUMNS, "rows": summaries[-1].rows}
-        data = {"columns": COLUMNS, "rows": rows, "latency": latency, "online / offline, %": percent}
-        report.save(__file__, "online", args, data)
+        first = {"columns": FIRST_COLUMNS, "rows": firsts, "added, ms": added}
+        data = {"columns": COLUMNS, "rows": rows, "latency": latency, "online / offline, %": percent, "first": first}
+        shape = args.model.partition(":")[2] if args.model.startswith("dummy:") else ""
+        report.save(__file__, f"online{'-' * bool(shape)}{shape}", args, data)
 
 
 def row(way: str, number: int, requests: int, tokens: int, seconds: float) -> list:
     return [way, number, requests, tokens, round(seconds, 2), round(tokens / seconds, 1)]
 
 
-def offline(config: EngineConfig, items: list[workload.Item], rounds: int) -> list[list]:
-    engine = build_engine(config)
-    return [row("offline", i, *generate(engine, items, f"round {i}")) for i in range(1, rounds + 1)]
+def quantiles(seconds: list[float]) -> list[float]:
+    """p50 and p90, in ms"""
+    return [round(1e3 * float(x), 2) for x in np.percentile(seconds, (50, 90))]
+
+
+def offline(config: EngineConfig, items: list[workload.Item], rounds: int) -> tuple[list[list], list[float]]:
+    """(the rounds' rows, seconds to each single request's token)"""
+    engine, seconds = build_engine(config), []
+    rows = [row("offline", i, *generate(engine, items, f"round {i}")) for i in range(1, rounds + 1)]
+    for i in range(SINGLES):
+        time.sleep(PAUSE)
+        seconds.append(generate(engine, [SINGLE], f"single {i}")[-1])
+    return rows, seconds
 
 
 def generate(engine: Engine, items: list[workload.Item], salt: str) -> tuple[int, int, float]:
@@ -69,14 +90,22 @@ def generate(engine: Engine, items: list[workload.Item], salt: str) -> tuple[int
     return len(reqs), sum(len(req.output_ids) for req in reqs), time.perf_counter() - start
 
 
-def online(url: str, model: str, items: list[workload.Item], rounds: int) -> list[load.Summary]:
-    server, summaries = load.Server(url), []
-    for i in range(1, rounds + 1):
-        path, bodies = completions(model, items, TEMPERATURE, cache_salt=f"round {i}")
-        summaries.append(load.summarize(asyncio.run(load.offer(server, path, bodies))))
-        if failed := summaries[-1].failed:
-            raise UserError(f"{failed} of {len(items)} streams failed; the server's output above says why")
-    return summaries
+def online(url: str, model: str, items: list[workload.Item], rounds: int) -> tuple[list[load.Summary], list[float]]:
+    """(the rounds' summaries, seconds to each single request's token)"""
+    server, seconds = load.Server(url), []
+
+    def offer(items: list[workload.Item], salt: str) -> load.Summary:
+        path, bodies = completions(model, items, TEMPERATURE, cache_salt=salt)
+        summary = load.summarize(asyncio.run(load.offer(server, path, bodies)))
+        if summary.failed:
+            raise UserError(f"{summary.failed} of {len(items)} streams failed; the server's output above says why")
+        return summary
+
+    summaries = [offer(items, f"round {i}") for i in range(1, rounds + 1)]
+    for i in range(SINGLES):
+        time.sleep(PAUSE)
+        seconds += offer([SINGLE], f"single {i}").latencies["TTFT"]
+    return summaries, seconds
 
 
 if __name__ == "__main__":

@@ -106,17 +106,11 @@ def serve(engine: TPEngine, worker: Worker) -> None:
         if not (busy or messages or checked):  # a second without anything to do, for the first time since there was
             engine.cache.check_integrity()
             checked = True
-        news = []  # for the detokenizer; they wait for the step, which might have to share its cores with their readers
         for message in messages:
             for to, answer in scheduling.handle(message):
-                if to == DETOKENIZER:
-                    news.append(answer)
-                else:
-                    worker.send(to, answer)
+                worker.send(to, answer)
         if engine.has_work() and (tokens := scheduling.step()).tokens:
-            news.append(tokens)
-        for answer in news:
-            worker.send(DETOKENIZER, answer)
+            worker.send(DETOKENIZER, tokens)
         was_busy, busy = busy, engine.has_work()
         checked = checked and not busy
         if was_busy > busy or time.monotonic() > told + STATS_INTERVAL:
