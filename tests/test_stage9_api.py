@@ -25,6 +25,7 @@ from stage9_server.api_server import ROUTES, ApiSettings, create_app
 from stage9_server.hub import RequestFailed
 from stage9_server.messages import Piece, Stats, TokenLogprob
 from stage9_server.metrics import ITL_BUCKETS, Metrics
+from stage9_server.scheduler_worker import STATS_INTERVAL
 from tests.conftest import reference
 
 MAX_LEN, PAGE, MAX_CONCURRENT, MAX_BODY = 256, 8, 48, 100_000
@@ -83,6 +84,7 @@ def numbers(url: str) -> dict[str, float]:
 
 def wait_until_idle(url: str) -> dict[str, float]:
     """Nothing in flight, and every page free or only kept for later; fails if that does not come about."""
+    time.sleep(1.2 * STATS_INTERVAL)  # what the scheduler has told is no older
     end = time.monotonic() + 100
     while time.monotonic() < end:
         found = numbers(url)
@@ -639,7 +641,6 @@ def http_request(path: str, body: dict) -> bytes:
 
 @pytest.mark.parametrize("phase", ["head", "body", "sent", "first token", "some tokens", "not streamed", "several"])
 def test_a_client_that_leaves(server, model, phase):
-    wait_until_idle(server.url)
     tokens = numbers(server.url)["sglang_output_tokens_total"]
     body = {"model": model, "prompt": "hello", "max_tokens": 250, "ignore_eos": True, "stream": phase != "not streamed"}
     if phase == "several":
@@ -877,6 +878,7 @@ def test_who_leaves_before_a_whole_answer_has_it_aborted():
     start = time.monotonic()
     assert exchange(hub, body, leave=0).status == 499
     assert hub.left_early == 1
+    assert exchange(FakeHub(30.0), {"stream": True}, leave=0).status == 499
     assert time.monotonic() - start < 20
 
 
