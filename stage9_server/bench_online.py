@@ -5,9 +5,12 @@ python stage9_server/bench_online.py --model dummy:qwen3-0.6b --max-model-len 40
 """
 
 import asyncio
+import json
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -99,19 +102,22 @@ def generate(engine: Engine, items: list[workload.Item], salt: str) -> tuple[int
 
 def online(url: str, model: str, items: list[workload.Item], rounds: int) -> tuple[list[load.Summary], list[float]]:
     """(the rounds' summaries, seconds to each single request's token)"""
-    server, seconds = load.Server(url), []
-
-    def offer(items: list[workload.Item], salt: str) -> load.Summary:
-        path, bodies = completions(model, items, TEMPERATURE, cache_salt=salt)
-        summary = load.summarize(asyncio.run(load.offer(server, path, bodies)))
-        if summary.failed:
-            raise UserError(f"{summary.failed} of {len(items)} streams failed; the server's output above says why")
-        return summary
-
-    summaries = [offer(items, f"round {i}") for i in range(1, rounds + 1)]
-    for i in range(SINGLES):
-        time.sleep(PAUSE)
-        seconds += offer([SINGLE], f"single {i}").latencies["TTFT"]
+    server, summaries, seconds = load.Server(url), [], []
+    for i in range(1, rounds + 1):
+        path, bodies = completions(model, items, TEMPERATURE, cache_salt=f"round {i}")
+        summaries.append(load.summarize(asyncio.run(load.offer(server, path, bodies))))
+        if failed := summaries[-1].failed:
+            raise UserError(f"{failed} of {len(items)} streams failed; the server's output above says why")
+    with closing(HTTPConnection(server.host, server.port)) as connection:
+        for i in range(SINGLES):
+            time.sleep(PAUSE)
+            path, (body,) = completions(model, [SINGLE], TEMPERATURE, cache_salt=f"single {i}", stream=True)
+            start = time.perf_counter()
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            answer.readline()
+            seconds.append(time.perf_counter() - start)
+            answer.read()
     return summaries, seconds
 
 
