@@ -6,6 +6,7 @@ python -m stage9_server.client bench --dataset shared_prefix --rate 4
 
 import argparse
 import asyncio
+import os
 import sys
 
 import numpy as np
@@ -14,6 +15,7 @@ from openai import APIError, OpenAI
 from common import cli, report, workload
 from common.config import UserError, check_range
 from stage9_server import load
+from stage9_server.protocol import KEY_VARIABLE
 
 DATASETS = ("offline", "shared_prefix", "multi_turn")
 WORDS = ("time", "way", "year", "work", "day", "world", "life", "hand", "part", "child", "eye", "place", "week", "case")
@@ -25,7 +27,7 @@ def main() -> None:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
     shared.add_argument("--model", help="its name there (default: the first one that the server lists)")
-    shared.add_argument("--api-key", default="none")
+    shared.add_argument("--api-key", help=f"(default: the environment's {KEY_VARIABLE})")
     shared.add_argument("--temperature", type=float, default=0.6, help="(default: %(default)s)")
     commands = parser.add_subparsers(required=True, metavar="chat | bench")
     add = commands.add_parser("chat", parents=[shared], help=HELP)
@@ -46,6 +48,7 @@ def main() -> None:
     args = parser.parse_args()
     check_range("--temperature", args.temperature, 0, 2)
     load.Server(args.url)  # is it an address at all?
+    args.api_key = args.api_key or os.environ.get(KEY_VARIABLE) or "none"
     try:
         vars(args).pop("command")(args, OpenAI(base_url=f"{args.url.rstrip('/')}/v1", api_key=args.api_key))
     except APIError as error:

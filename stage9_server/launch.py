@@ -33,6 +33,7 @@ from stage9_server.api_server import ApiSettings, create_app
 from stage9_server.connections import Connection, Patience, allow_files
 from stage9_server.hub import Hub
 from stage9_server.ipc import DETOKENIZER, SCHEDULER, Settings, freeze_garbage, leave
+from stage9_server.protocol import KEY_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -47,7 +48,12 @@ SERVER_FLAGS = {  # flag -> (type, default, range, help)
     "host": (str, "127.0.0.1", (), "address to listen at; 0.0.0.0 is open to the network"),
     "port": (int, 8000, (0, 65535), "TCP port; 0: any that is free"),
     "tokenizers": (int, 1, (1, 64), "tokenizer processes"),
-    "api-key": (str, None, (), "clients must send this key"),
+    "api-key": (
+        str,
+        None,
+        (),
+        f"clients must send this key; in the environment as {KEY_VARIABLE} no other user sees it",
+    ),
     "max-queue": (int, 1024, (1,), "sequences that may wait for the engine; beyond that clients get status 503"),
     "max-concurrent": (
         int,
@@ -203,8 +209,10 @@ def main() -> None:
         if limits:
             check_range(f"--{name}", getattr(args, name.replace("-", "_")), *limits)
     cli.config(args)  # raises what is wrong with it
+    if args.api_key is None:
+        args.api_key = os.environ.get(KEY_VARIABLE)
     if args.api_key == "":
-        raise UserError("--api-key is empty, which would let everybody in; give a key, or leave the flag out")
+        raise UserError(f"the key is empty, which would let everybody in; give one, or no --api-key and {KEY_VARIABLE}")
     with listener(args.host, args.port) as sock:
         folder = tempfile.mkdtemp(prefix="sglang-zero-")
         status = 0

@@ -178,18 +178,21 @@ def read_reply(sent_at: float, exchange: Exchange | OSError) -> Reply:
         status, _, _ = head.partition(b"\r\n")
         reply.error = f"{status[:300].decode(errors='replace')}: {body[:300].decode(errors='replace')}"
         return reply
-    rest, texts, whole = b"", [], False
-    for part, at in exchange.parts(len(head) + 4, b"transfer-encoding: chunked" in head.lower()):
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data:"):  # a comment, another field, or the end of an event
-                continue
-            content = line[5:].strip()
-            if content == b"[DONE]":
-                whole = True
-            elif text := read_event(reply, msgspec.json.decode(content)):
-                reply.arrivals.append(at)
-                texts.append(text)
+    rest, texts, whole, content = b"", [], False, b""
+    try:
+        for part, at in exchange.parts(len(head) + 4, b"transfer-encoding: chunked" in head.lower()):
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                if not line.startswith(b"data:"):  # a comment, another field, or the end of an event
+                    continue
+                content = line[5:].strip()
+                if content == b"[DONE]":
+                    whole = True
+                elif text := read_event(reply, msgspec.json.decode(content)):
+                    reply.arrivals.append(at)
+                    texts.append(text)
+    except (msgspec.DecodeError, ValueError, LookupError, TypeError, AttributeError):
+        reply.error = f"no event of OpenAI's: {content[:300].decode(errors='replace')}"
     reply.text = "".join(texts)
     if not whole and not reply.error:
         reply.error = "the stream broke off"

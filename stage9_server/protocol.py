@@ -21,6 +21,7 @@ from stage2_req.params import MAX_LOGPROBS
 from stage7_radix.params import RequestParams
 from stage9_server.messages import Piece, Tokenize, TokenLogprob
 
+KEY_VARIABLE = "SGLANG_ZERO_KEY"  # of the environment: the key that a server asks for, and that a client gives
 MAX_CHOICES, MAX_SEQUENCES = 16, 256  # n, and prompts times n in one call
 MAX_MESSAGES = 2048  # of a chat, and parts of a message
 MAX_TOKENS = 1 << 20  # of one prompt

@@ -260,8 +260,9 @@ def temp():
 
 @pytest.fixture(scope="module")
 def server(text_checkpoint, temp):
-    flags = ("--device=cpu", "--dtype=float32", "--port=0", f"--client-seconds={CLIENT_SECONDS}", "--api-key=sesame")
+    flags = ("--device=cpu", "--dtype=float32", "--port=0", f"--client-seconds={CLIENT_SECONDS}")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(launch.KEY_VARIABLE, "sesame")
         patch.setenv("TMPDIR", str(temp))
         with launch.running("--model", str(text_checkpoint.path), *flags) as running:
             yield running
@@ -432,8 +433,10 @@ def test_a_slow_reader_who_reads_may_stay():
     assert client.closed
 
 
-def test_an_empty_key_is_no_key(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["launch", "--api-key", "", "--port", "0"])
+@pytest.mark.parametrize("flags", [["--api-key", ""], []])
+def test_an_empty_key_is_no_key(flags, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["launch", *flags, "--port", "0"])
+    monkeypatch.setenv(launch.KEY_VARIABLE, "")
     with pytest.raises(UserError, match="let everybody in"):
         launch.main()
 

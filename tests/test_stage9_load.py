@@ -84,6 +84,14 @@ def test_an_answer_that_is_not_http(answer, serve):
     assert answer.strip()[:20].decode(errors="replace") in reply.error
 
 
+@pytest.mark.parametrize(
+    "event", [b"{", b"7", b"null", b'{"choices": 7}', b'{"choices": [[]]}', b'{"usage": {}}', b"{}"]
+)
+def test_an_event_that_is_none(event, serve):
+    reply = ask(serve(HEAD + b"data: " + text("one") + b"\n\ndata: " + event + b"\n\ndata: [DONE]\n\n").url)
+    assert (reply.error, reply.text) == (f"no event of OpenAI's: {event.decode()}", "one")
+
+
 # --- addresses --------------------------------------------------------------------------------------------------
 
 
