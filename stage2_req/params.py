@@ -52,13 +52,12 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None and name in OPTIONAL:
                 continue
-            if type(value) is not kind:
-                if not isinstance(value, Integral if kind is int else Real):
-                    raise UserError(f"{name} is {value!r}; it must be a {'whole number' if kind is int else 'number'}")
-                value = kind(value)
-                object.__setattr__(self, name, value)
+            if type(value) is not kind and not isinstance(value, Integral if kind is int else Real):
+                raise UserError(f"{name} is {value!r}; it must be a {'whole number' if kind is int else 'number'}")
             if low is not None:
                 check_range(name, value, low, high, open_low=name in POSITIVE)
+            if type(value) is not kind:
+                object.__setattr__(self, name, kind(value))
         for token, bias in self.logit_bias.items():
             check_range(f"logit_bias of token {token}", bias, -100, 100)
         object.__setattr__(self, "logit_bias", {index(t): float(bias) for t, bias in self.logit_bias.items()})

@@ -57,14 +57,14 @@ def assert_close(seen, expected) -> None:
 
 
 @pytest.mark.parametrize(("field", "values"), {
-    "temperature": [-0.1, 1e7, math.nan, math.inf],
+    "temperature": [-0.1, 1e7, 10**400, math.nan, math.inf, "1", None],
     "top_k": [-2, 2**31, math.nan],
     "top_p": [0, -0.5, 1.5, math.nan],
     "min_p": [-0.1, 1.1, math.nan],
     "repetition_penalty": [0, -1, math.nan, math.inf],
     "presence_penalty": [-2.1, 2.1, math.nan],
     "frequency_penalty": [-2.1, 2.1, math.nan],
-    "max_tokens": [0, -1, 2**31, math.nan, math.inf],
+    "max_tokens": [0, -1, 2**31, math.nan, math.inf, None],
     "logprobs": [-1, 21],
     "logit_bias": [{5: 101}, {5: -101}, {5: math.nan}],
 }.items())  # fmt: skip
@@ -463,7 +463,7 @@ def test_a_request_knows_its_times(engine):
 
 
 @pytest.mark.parametrize("name", ["top_k", "seed", "logprobs", "max_tokens"])
-@pytest.mark.parametrize("value", [1.5, "1", [1]])
+@pytest.mark.parametrize("value", [1.5, "1", [1], 1j])
 def test_numbers_that_must_be_whole(name, value):
     with pytest.raises(UserError, match=name):
         SamplingParams(**{name: value})
