@@ -443,7 +443,7 @@ def test_stopping_under_load(traces):
         short, long = Streams(running.url, 1, max_tokens=20), Streams(running.url, 24, max_tokens=2000)
         running.process.send_signal(signal.SIGINT)
         bodies = long.join()
-        assert running.process.wait(10) == 0
+        assert running.process.wait(PATIENCE) == 0
     assert b"[DONE]" in short.join()[0]
     assert all(b"[DONE]" in body or b"shutting down" in body for body in bodies)
     assert any(b"shutting down" in body for body in bodies)
