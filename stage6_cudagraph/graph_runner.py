@@ -30,8 +30,8 @@ class GraphRunner:
     """Replays a graph where a step is all decode and small enough; hands everything else to the eager runner.
 
     The recorded step ends with a draw from its own logits. `GraphSampler` takes those tokens where the requests ask for
-    no more than that, and then nothing lies between a step and the next but one
-    upload (and one of new pages, where there are any).
+    no more than that, and then nothing lies between a step and the next but one upload (and one of new pages, where
+    there are any).
 
     Without a GPU the recorded function is called instead: same buffers, same padding, no speed.
     """

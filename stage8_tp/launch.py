@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from common.cli import leave
 from common.config import UserError, check_range
 from stage8_tp.ranks import Alone, Ranks, join
 
@@ -40,8 +41,7 @@ def run_ranks(work: Callable[[Ranks | Alone], None], tp: int | None, device: str
             status = job.wait()
         finally:
             job.kill()
-        sys.stdout.flush()
-        os._exit(status)  # the interpreter's farewell to PyTorch takes a second
+        leave(status)
 
 
 # --- in a rank --------------------------------------------------------------------------------------------------

@@ -68,7 +68,6 @@ class ApiSettings:
 
 
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 Kind = type[ChatRequest] | type[CompletionRequest]
 
@@ -201,8 +200,8 @@ async def exhaust(updates: AsyncGenerator) -> None:
         pass
 
 
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The work's result. If the client leaves first, the work is cancelled: ClientDisconnect."""
+async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:
+    """Wait for the work. If the client leaves first, the work is cancelled: ClientDisconnect."""
 
     async def gone():
         while (await receive())["type"] != "http.disconnect":
@@ -217,7 +216,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.wait(tasks)
     if tasks[0].cancelled():
         raise ClientDisconnect
-    return tasks[0].result()
+    tasks[0].result()  # raises what went wrong
 
 
 class EventStream(Response):
@@ -229,14 +228,14 @@ class EventStream(Response):
     def __init__(self, answer: Answer, updates: AsyncGenerator[Iterable[int]]):
         super().__init__(media_type="text/event-stream", headers=SSE_HEADERS)
         del self.headers["content-length"]
-        self.answer, self.updates, self.started = answer, updates, False
+        self.answer, self.updates = answer, updates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.updates):
             try:
                 await unless_gone(receive, self.pump(send))
             except ClientDisconnect:
-                if not self.started:  # else the status has gone out already
+                if not self.answer.accepted:  # else the status has gone out already
                     raise
 
     async def pump(self, send: Send) -> None:
@@ -249,7 +248,6 @@ class EventStream(Response):
 
         while not self.answer.accepted:
             await anext(self.updates)
-        self.started = True
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         last = b""
         try:

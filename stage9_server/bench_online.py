@@ -52,7 +52,8 @@ def main() -> None:
     report.table(f"{args.model}, {len(items)} requests at once", COLUMNS, rows)
     report.table("Online, the last round", load.COLUMNS, summaries[-1].rows)
     report.say(f"online / offline: {percent} %")
-    firsts = [["engine alone", *quantiles(alone)], ["through the server", *quantiles(served)]]
+    ways = {"engine alone": alone, "through the server": served}
+    firsts = [[way, *load.milliseconds(np.percentile(seconds, (50, 90)))] for way, seconds in ways.items()]
     added = round(firsts[1][1] - firsts[0][1], 2)
     report.table(f"First token, {SINGLES} requests one by one", FIRST_COLUMNS, firsts)
     report.say(f"the server adds {added} ms")
@@ -60,17 +61,12 @@ def main() -> None:
         latency = {"columns": load.COLUMNS, "rows": summaries[-1].rows}
         first = {"columns": FIRST_COLUMNS, "rows": firsts, "added, ms": added}
         data = {"columns": COLUMNS, "rows": rows, "latency": latency, "online / offline, %": percent, "first": first}
-        shape = args.model.partition(":")[2] if args.model.startswith("dummy:") else ""
-        report.save(__file__, f"online{'-' * bool(shape)}{shape}", args, data)
+        name = args.model.replace("dummy:", "online-") if args.model.startswith("dummy:") else "online"
+        report.save(__file__, name, args, data)
 
 
 def row(way: str, number: int, requests: int, tokens: int, seconds: float) -> list:
     return [way, number, requests, tokens, round(seconds, 2), round(tokens / seconds, 1)]
-
-
-def quantiles(seconds: list[float]) -> list[float]:
-    """p50 and p90, in ms"""
-    return [round(1e3 * float(x), 2) for x in np.percentile(seconds, (50, 90))]
 
 
 def offline(config: EngineConfig, items: list[workload.Item], rounds: int) -> tuple[list[list], list[float]]:
@@ -117,7 +113,9 @@ def online(url: str, model: str, items: list[workload.Item], rounds: int) -> tup
             answer = connection.getresponse()
             answer.readline()
             seconds.append(time.perf_counter() - start)
-            answer.read()
+            rest = answer.read()
+            if answer.status != 200:
+                raise UserError(f"a single request got status {answer.status}: {rest[:300].decode(errors='replace')}")
     return summaries, seconds
 
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 import msgspec
 import zmq
 
+from common.cli import leave
 from common.config import EngineConfig, UserError
 from stage9_server.messages import Failed, Message, Ready, decode, encode
 
@@ -147,10 +148,3 @@ def last_words(settings: Settings) -> Iterator[None]:
             send(socket, Failed([], status, text, settings.name))
         context.term()
         leave(status)
-
-
-def leave(status: int) -> None:
-    """Without the interpreter's own farewell, which takes PyTorch a second or two."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

@@ -32,7 +32,7 @@ from common.config import UserError, check_range
 from stage9_server.api_server import ApiSettings, create_app
 from stage9_server.connections import Connection, Patience, allow_files
 from stage9_server.hub import Hub
-from stage9_server.ipc import DETOKENIZER, SCHEDULER, Settings, freeze_garbage, leave
+from stage9_server.ipc import DETOKENIZER, SCHEDULER, Settings, freeze_garbage
 from stage9_server.protocol import KEY_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,8 +209,8 @@ def main() -> None:
         if limits:
             check_range(f"--{name}", getattr(args, name.replace("-", "_")), *limits)
     cli.config(args)  # raises what is wrong with it
-    if args.api_key is None:
-        args.api_key = os.environ.get(KEY_VARIABLE)
+    key = os.environ.pop(KEY_VARIABLE, None)  # the workers need not know it
+    args.api_key = key if args.api_key is None else args.api_key
     if args.api_key == "":
         raise UserError(f"the key is empty, which would let everybody in; give one, or no --api-key and {KEY_VARIABLE}")
     with listener(args.host, args.port) as sock:
@@ -223,7 +223,7 @@ def main() -> None:
             status = 1
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    leave(status)
+    cli.leave(status)
 
 
 async def serve(args: argparse.Namespace, folder: str, sock: socket.socket) -> None:
@@ -317,9 +317,13 @@ def as_flags(args) -> list[str]:
 
 @contextlib.contextmanager
 def running(*flags: str, timeout: float = 300.0) -> Iterator[Running]:
-    """Start a server with these flags, wait until it answers, and stop it at the end. UserError if it doesn't start."""
+    """Start a server with these flags, wait until it answers, and stop it at the end. UserError if it doesn't start.
+
+    A key in the environment is that of the user's own server, not of this one.
+    """
     command = [sys.executable, "-m", "stage9_server.launch", *flags]
-    server = Running(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+    env = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    server = Running(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True))
     started = threading.Event()
 
     def read() -> None:

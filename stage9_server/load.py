@@ -9,7 +9,7 @@ import re
 import ssl
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -231,7 +231,7 @@ class Summary:
     def rows(self) -> list[list]:
         """For a table with COLUMNS."""
         return [
-            [name, *(round(1e3 * float(x), 2) for x in (np.mean(values), *np.percentile(values, (50, 90, 99))))]
+            [name, *milliseconds([np.mean(values), *np.percentile(values, (50, 90, 99))])]
             for name, values in self.latencies.items()
             if values
         ]
@@ -240,6 +240,11 @@ class Summary:
     def throughput(self) -> float:
         """Output tokens a second."""
         return self.output_tokens / self.seconds
+
+
+def milliseconds(seconds: Iterable[float]) -> list[float]:
+    """For a table."""
+    return [round(1e3 * float(x), 2) for x in seconds]
 
 
 def summarize(replies: list[Reply], ttft_limit: float = np.inf, itl_limit: float = np.inf) -> Summary:

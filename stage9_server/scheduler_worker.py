@@ -38,9 +38,8 @@ class Scheduling:
         if not uids:
             return []
         queue = len(self.engine.scheduler.waiting) + len(uids) - len(self.engine.cache.free_rows)
-        if queue > max(
-            self.max_queue, len(uids)
-        ):  # those who find a free row don't wait, and one call alone fits always
+        # those who find a free row don't wait, and one call alone fits always
+        if queue > max(self.max_queue, len(uids)):
             return [(API, Failed(uids, 503, f"the queue is full ({self.max_queue} requests); try again later"))]
         result, seed = [], call.params.seed
         for i, uid in enumerate(uids):

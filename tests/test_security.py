@@ -15,7 +15,7 @@ import pytest
 
 from common.config import UserError
 from common.tokenizer import load_tokenizer
-from stage9_server import launch, protocol
+from stage9_server import client, launch, protocol
 from stage9_server.connections import Patience
 from stage9_server.messages import Failed, Tokenize
 from stage9_server.protocol import MAX_MESSAGES
@@ -260,9 +260,8 @@ def temp():
 
 @pytest.fixture(scope="module")
 def server(text_checkpoint, temp):
-    flags = ("--device=cpu", "--dtype=float32", "--port=0", f"--client-seconds={CLIENT_SECONDS}")
+    flags = ("--device=cpu", "--dtype=float32", "--port=0", f"--client-seconds={CLIENT_SECONDS}", "--api-key=sesame")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(launch.KEY_VARIABLE, "sesame")
         patch.setenv("TMPDIR", str(temp))
         with launch.running("--model", str(text_checkpoint.path), *flags) as running:
             yield running
@@ -433,12 +432,39 @@ def test_a_slow_reader_who_reads_may_stay():
     assert client.closed
 
 
-@pytest.mark.parametrize("flags", [["--api-key", ""], []])
-def test_an_empty_key_is_no_key(flags, monkeypatch):
+@pytest.mark.parametrize(("flags", "variable"), [(["--api-key", ""], "key"), ([], "")])
+def test_an_empty_key_is_no_key(flags, variable, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["launch", *flags, "--port", "0"])
-    monkeypatch.setenv(launch.KEY_VARIABLE, "")
+    monkeypatch.setenv(launch.KEY_VARIABLE, variable)
     with pytest.raises(UserError, match="let everybody in"):
         launch.main()
+
+
+@pytest.mark.parametrize(("flags", "key"), [(["--api-key", "ours"], "ours"), ([], "theirs")])
+def test_where_the_key_comes_from(flags, key, monkeypatch):
+    """And it is not passed on to the workers."""
+    found = []
+
+    async def serve(args, folder, sock):
+        found.append((args.api_key, launch.KEY_VARIABLE in os.environ))
+
+    monkeypatch.setattr(launch, "serve", serve)
+    monkeypatch.setattr(launch.cli, "leave", lambda status: None)
+    monkeypatch.setattr(sys, "argv", ["launch", *flags, "--port", "0"])
+    monkeypatch.setenv(launch.KEY_VARIABLE, "theirs")
+    launch.main()
+    assert found == [(key, False)]
+
+
+def test_the_client_gives_the_key_of_the_environment(server, monkeypatch, capsys):
+    words = f"client bench --url {server.url} --scale 0.02 --requests 1".split()
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.delenv(launch.KEY_VARIABLE, raising=False)
+    with pytest.raises(UserError, match="give the server's key"):
+        client.main()
+    monkeypatch.setenv(launch.KEY_VARIABLE, "sesame")
+    client.main()
+    assert "1 requests" in capsys.readouterr().out
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch):

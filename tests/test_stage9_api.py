@@ -970,7 +970,7 @@ def test_a_mistake_of_ours_is_a_500_that_tells_nothing():
 
 def test_every_answer_is_counted_under_its_route():
     """Also what nobody had foreseen, and paths with a name in them."""
-    app, page = app_of(FakeHub(ZeroDivisionError("secret"))), None
+    app = app_of(FakeHub(ZeroDivisionError("secret")))
 
     async def ask():
         await Exchange(TEXT, {"model": "m", "prompt": "x"})(app)
