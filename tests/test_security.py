@@ -436,6 +436,7 @@ def test_a_slow_reader_who_reads_may_stay():
 def test_an_empty_key_is_no_key(flags, variable, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["launch", *flags, "--port", "0"])
     monkeypatch.setenv(launch.KEY_VARIABLE, variable)
+    monkeypatch.setattr(launch, "serve", None)  # which nobody gets to
     with pytest.raises(UserError, match="let everybody in"):
         launch.main()
 
