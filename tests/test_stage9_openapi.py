@@ -53,7 +53,9 @@ def server(text_checkpoint):
 
 @pytest.fixture(scope="module")
 def document(server):
-    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    result = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    result.config.max_stream_events = 1 << 20  # streams are read to their end, and not only the first 20 events
+    return result
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
@@ -75,6 +77,12 @@ def test_answers_are_those_of_the_document(server, document, method, path, mode)
     assert seen <= {200, *openapi.ERRORS, 405}
     if mode is GOOD and "{" not in path:
         assert 200 in seen
+
+
+def test_a_long_stream_is_read_to_its_end(server, document, text_checkpoint):
+    body = {"model": str(text_checkpoint.path), "prompt": "hi", "max_tokens": 40, "ignore_eos": True, "stream": True}
+    case = document[TEXT]["POST"].Case(body=body | {"n": 4}, media_type="application/json")
+    assert events(case.call(base_url=server.url, timeout=60).content)[-1] == "[DONE]"
 
 
 def test_nothing_of_all_that_is_left(server):
