@@ -4,6 +4,7 @@ A graph repeats the same kernels on the same addresses. So its inputs live in st
 to the next size that was recorded. Prefill has too many shapes for that and stays eager; its kernels are long anyway.
 """
 
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -106,7 +107,8 @@ class GraphRunner:
             ) from error
         torch.cuda.synchronize(self.device)
         self.memory = free - torch.cuda.mem_get_info(self.device)[0]
-        tqdm.write(f"{len(graphs)} graphs, {time.perf_counter() - start:.1f} s, {self.memory / 2**30:.2f} GiB")
+        took = f"{time.perf_counter() - start:.1f} s, {self.memory / 2**30:.2f} GiB"
+        print(f"{len(graphs)} CUDA graphs: {took}", file=sys.stderr)
         return graphs
 
 

@@ -38,27 +38,27 @@ RUN = "stage8_tp/run.py"
 
 
 def history(settings: dict, ranks: Ranks | Alone) -> None:
-    """A random history on rank 0; at the end the ranks compare what they have come to."""
+    """Random histories on rank 0, for each configuration; at their end the ranks compare what they have come to."""
     fake = SimpleNamespace(config=SimpleNamespace(vocab_size=settings["vocab_size"]))
-    checkpoint = Checkpoint(Path(settings["config"]["model"]), fake)
-    config = EngineConfig(**settings["config"])
-    engine = build_rank(config, ranks)
-    engine.cache.reserve = 1
+    checkpoint, texts = Checkpoint(Path(settings["configs"][0]["model"]), fake), {}
     if ranks.rank == 0:
-        whole = build_stage7(checkpoint.config())
         params = [SamplingParams(max_tokens=LONGEST, **kind) for _, kind in CASES.values()]
         prompts = [checkpoint.prompt(length) for length, _ in CASES.values()]
-        texts = dict(zip(CASES, whole.generate(prompts, params), strict=True))
-        texts = {case: req.output_ids for case, req in texts.items()}
-        for seed in range(settings["histories"]):
-            random_history(engine, checkpoint, texts, random.Random(seed), 16)
-        engine.close()
-    else:
-        engine.follow()
-    mine = json.dumps(state(engine), default=str).encode() + bytes(9999)  # too long for one message
-    assert ranks.tell(mine) == mine
-    if ranks.rank == 0:
-        print(json.dumps({"retracted": engine.scheduler.num_retracted, "hits": engine.cache.hit_tokens}))
+        whole = build_stage7(checkpoint.config()).generate(prompts, params)
+        texts = {case: req.output_ids for case, req in zip(CASES, whole, strict=True)}
+    for config in settings["configs"]:
+        engine = build_rank(EngineConfig(**config), ranks)
+        engine.cache.reserve = 1
+        if ranks.rank == 0:
+            for seed in range(settings["histories"]):
+                random_history(engine, checkpoint, texts, random.Random(seed), 16)
+            engine.close()
+        else:
+            engine.follow()
+        mine = json.dumps(state(engine), default=str).encode() + bytes(9999)  # too long for one message
+        assert ranks.tell(mine) == mine
+        if ranks.rank == 0:
+            print(json.dumps({"retracted": engine.scheduler.num_retracted, "hits": engine.cache.hit_tokens}))
 
 
 def forever(settings: dict, ranks: Ranks | Alone) -> None:
@@ -149,16 +149,20 @@ def test_one_rank_needs_no_other(monkeypatch, capsys):
     assert "same tokens on 1 ranks as on 1: yes" in capsys.readouterr().out
 
 
-def settings(llama, histories: int, **changes) -> dict:
+def histories(llama, number: int, *changes: dict) -> list[dict]:
+    """So many with each of these configurations, in one job: what they have counted."""
     config = {"model": str(llama.path), "device": "cpu", "dtype": "float32", "tp": 2, "kv_tokens": 64}
     config |= {"page_size": 4, "max_batch_tokens": 16, "max_running": 5, "max_model_len": 64, "graph": True}
-    return {"config": config | changes, "vocab_size": llama.vocab_size, "histories": histories}
+    configs = [config | change for change in changes]
+    status, out, err = finish(job("history", configs=configs, vocab_size=llama.vocab_size, histories=number))
+    assert status == 0, err
+    counts = [json.loads(line) for line in out.splitlines()]
+    assert len(counts) == len(changes)
+    return counts
 
 
 def test_histories_over_gloo(tiny_checkpoint):
-    status, out, err = finish(job("history", **settings(tiny_checkpoint("llama"), 1)))
-    assert status == 0, err
-    counts = json.loads(out)
+    (counts,) = histories(tiny_checkpoint("llama"), 1, {})
     assert counts["retracted"] and counts["hits"]
 
 
@@ -258,31 +262,26 @@ def test_the_status_is_that_of_the_first_who_fails(codes, status):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("attn", ["portable", "triton"])
 @pytest.mark.parametrize(("graph", "overlap"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_gpu_histories_over_nccl(tiny_checkpoint, attn, graph, overlap, page_size):
+def test_gpu_histories_over_nccl(tiny_checkpoint, graph, overlap):
     """Collectives inside the recorded steps; retraction and shared prefixes on the way."""
-    changes = {"device": "cuda", "attn": attn, "graph": graph, "overlap": overlap, "page_size": page_size}
-    status, out, err = finish(job("history", **settings(tiny_checkpoint("llama"), 3, **changes)))
-    assert status == 0, err
-    counts = json.loads(out)
-    assert counts["retracted"] and counts["hits"]
+    common = {"device": "cuda", "graph": graph, "overlap": overlap}
+    kinds = [common | {"attn": a, "page_size": size} for a in ("portable", "triton") for size in (1, 16)]
+    for counts in histories(tiny_checkpoint("llama"), 3, *kinds):
+        assert counts["retracted"] and counts["hits"]
 
 
 @pytest.mark.gpu
 def test_gpu_two_ranks_on_one_gpu(tiny_checkpoint):
     """Over gloo, through the host's memory; eager, for a graph can't record that."""
-    changes = {"device": "cuda:0", "graph": None}
-    status, out, err = finish(job("history", **settings(tiny_checkpoint("llama"), 1, **changes)))
-    assert status == 0, err
-    assert json.loads(out)["hits"]
+    (counts,) = histories(tiny_checkpoint("llama"), 1, {"device": "cuda:0", "graph": None})
+    assert counts["hits"]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_gpu_bfloat16_with_nccl_between_dependent_launches():
-    status, out, err = finish(job("logits", config={"device": "cuda"}))
+    status, out, err = finish(job("logits", configs=[{"device": "cuda"}]))
     assert status == 0, err
     assert int(out) > 0
 
@@ -290,5 +289,5 @@ def test_gpu_bfloat16_with_nccl_between_dependent_launches():
 if __name__ == "__main__":
     work = {"history": history, "forever": forever, "logits": logits}[sys.argv[1]]
     arguments = json.loads(sys.argv[2])
-    device = arguments.get("config", {}).get("device", "cpu")
+    device = arguments.get("configs", [{}])[0].get("device", "cpu")
     cli.run(lambda: run_ranks(partial(work, arguments), 2, device))
