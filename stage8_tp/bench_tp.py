@@ -69,7 +69,7 @@ def bench(args, ranks: Ranks | Alone) -> None:
         offline, decode = merge(offline, decode, ranks.world)
         data = {"offline": {"columns": OFFLINE, "rows": offline}, "decode": {"columns": DECODE, "rows": decode}}
         report.save(__file__, "", args, data, devices=ranks.world)
-        draw(offline)
+        draw(decode, ranks.world)
     if offline:
         report.table("Offline workload", OFFLINE, offline)
     report.table("Decode steps, 512 tokens of context", DECODE, decode)
@@ -100,14 +100,14 @@ def sizes(engine: TPEngine, config: EngineConfig) -> tuple[float, int]:
 
 
 def run_offline(engine: TPEngine, scale: float) -> tuple[int, float, int, int]:
-    """After a short version of it, in which kernels are compiled."""
-    for factor in (0.02, scale):
-        items = workload.offline(factor, engine.model.vocab_size)
-        params = [SamplingParams(temperature=0.6, max_tokens=item.max_tokens, ignore_eos=True) for item in items]
-        steps, start = engine.stats().steps, time.perf_counter()
-        engine.generate([item.prompt_ids for item in items], params)
-        seconds = time.perf_counter() - start
-    tokens = sum(p.max_tokens for p in params)
+    """After its prompts alone have been run, in whose steps kernels are compiled."""
+    items = workload.offline(scale, engine.model.vocab_size)
+    prompts = [item.prompt_ids for item in items]
+    engine.generate(prompts, SamplingParams(temperature=0.6, max_tokens=2, ignore_eos=True))
+    params = [SamplingParams(temperature=0.6, max_tokens=item.max_tokens, ignore_eos=True) for item in items]
+    steps, start = engine.stats().steps, time.perf_counter()
+    engine.generate(prompts, params)
+    seconds, tokens = time.perf_counter() - start, sum(p.max_tokens for p in params)
     return tokens, round(seconds, 2), round(tokens / seconds), engine.stats().steps - steps
 
 
@@ -142,15 +142,20 @@ def merge(offline: list, decode: list, world: int) -> list[list]:
     ]
 
 
-def draw(rows: list) -> None:
-    with report.plot(__file__, "offline", "Offline workload", "", "output tokens/s") as axes:
-        models, counts = list(dict.fromkeys(row[0] for row in rows)), sorted({row[1] for row in rows})
-        for i, count in enumerate(counts):
-            heights = {row[0]: row[6] for row in rows if row[1] == count}
-            places = [x + 0.4 * i for x in range(len(models))]
-            bars = axes.bar(places, [heights.get(m, 0) for m in models], 0.38, label=f"{count} GPU{'s' * (count > 1)}")
-            axes.bar_label(bars, fmt="{:,.0f}", fontsize=9)
-        axes.set_xticks([x + 0.2 * (len(counts) - 1) for x in range(len(models))], models)
+def draw(rows: list, world: int) -> None:
+    """How many times as fast a decode step is on all GPUs as on one."""
+    times = {(model, count, batch): ms for model, count, batch, ms, *_ in rows}
+    models = list(dict.fromkeys(row[0] for row in rows))
+    batches = [batch for batch in BATCHES if all((model, world, batch) in times for model in models)]
+    title, width = f"Decode steps on {world} GPUs", 0.8 / len(models)
+    with report.plot(__file__, "decode", title, "requests in the step", "times as fast as on one") as axes:
+        for i, model in enumerate(models):
+            gains = [times[model, 1, batch] / times[model, world, batch] for batch in batches]
+            bars = axes.bar([x + width * i for x in range(len(batches))], gains, 0.95 * width, label=model)
+            axes.bar_label(bars, fmt="{:.2f}", fontsize=9)
+        axes.axhline(1, color="gray", linewidth=1)
+        axes.margins(y=0.3)  # room for the legend
+        axes.set_xticks([x + width * (len(models) - 1) / 2 for x in range(len(batches))], batches)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.config import UserError
-from common.device import resolve_device
+from common.device import resolve_device, synchronize
 
 FOREVER = timedelta(days=3650)  # an idle server is no error
 LETTER = 4096  # bytes of a control message's first part, its length included; few messages have a second one
@@ -101,7 +101,12 @@ class Ranks:
         return [numbers.tolist() for numbers in everyone]
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        """Returns once every rank is here with its device's work done: now a process may end without harm to another.
+
+        The groups end with the process. To destroy them would wait for ever where a recorded graph still knows of one.
+        """
+        synchronize(self.device)
+        self.share([0])
 
 
 def join(world: int, device: str = "auto") -> Ranks | Alone:
