@@ -56,7 +56,7 @@ def bench(args, ranks: Ranks | Alone) -> None:
     offline, decode = [], []
     for name in args.models:
         for group in (Alone(ranks.device), ranks)[: min(ranks.world, 2)]:
-            ranks.share([0])  # nobody starts before all are here
+            ranks.barrier()  # nobody starts before all are here
             if group is ranks or ranks.rank == 0:
                 one = measure(args, name, group)
                 offline += one[0]

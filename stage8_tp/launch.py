@@ -57,7 +57,7 @@ def be_a_rank(work: Callable[[Ranks | Alone], None], world: int, device: str) ->
     try:
         ranks = join(world, device)
         work(ranks)
-        ranks.close()
+        ranks.barrier()  # and no destroy_process_group: it waits for ever where a recorded graph still knows of a group
         sys.stdout.flush()
         status = 0
     except BaseException as error:

@@ -42,7 +42,7 @@ class Alone:
     def share(self, numbers: list[int]) -> list[list[int]]:
         return [numbers]
 
-    def close(self) -> None:
+    def barrier(self) -> None:
         pass
 
 
@@ -100,11 +100,8 @@ class Ranks:
         dist.all_gather(everyone, mine, group=self.control)
         return [numbers.tolist() for numbers in everyone]
 
-    def close(self) -> None:
-        """Returns once every rank is here with its device's work done: now a process may end without harm to another.
-
-        The groups end with the process. To destroy them would wait for ever where a recorded graph still knows of one.
-        """
+    def barrier(self) -> None:
+        """Returns once every rank is here, with its device's work done."""
         synchronize(self.device)
         self.share([0])
 

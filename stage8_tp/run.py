@@ -47,7 +47,7 @@ def milestone(args, ranks: Ranks | Alone) -> None:
     params = [SamplingParams(temperature=0.6 * i, seed=i, max_tokens=args.max_tokens) for i in range(len(prompts))]
     if ranks.rank == 0:
         alone, ms_alone = on_one_rank(args, prompts, params)
-    ranks.share([0])  # the others wait for that
+    ranks.barrier()  # the others wait for that
     metered = MeteredRanks(ranks)
     engine = build_rank(cli.config(args, graph=False, overlap=False, tp=ranks.world), metered)
     metered.clear()

@@ -40,15 +40,15 @@ def main() -> None:
         raise UserError("--scale takes a number above 0 and at most 1, --few one of at least 1")
     config, vocab_size = cli.config(args), load_config(args.model)[0].vocab_size
     items = workload.offline(args.scale, vocab_size)[: max(1, round(256 * args.scale))]
-    processes, rows = get_context("forkserver"), []
-    processes.set_forkserver_preload(["stage8_tp.build"])  # imports PyTorch once for all
+    context, rows = get_context("forkserver"), []
+    context.set_forkserver_preload(["stage8_tp.build"])  # imports PyTorch once for all
     for stage, name in NAMES.items():
         report.say(f"stage {stage} ({name})")
         if stage == 9:
             rows.append([stage, len(items), *server(args, items)])
         else:
             count = min(args.few, len(items)) if stage in IN_LINE else len(items)
-            with ProcessPoolExecutor(1, processes) as pool:  # whose end frees the memory
+            with ProcessPoolExecutor(1, context) as pool:  # whose end frees the memory
                 timings = pool.submit(run, config, stage, items[:count]).result()
             rows.append([stage, count, *summary(timings, len(items), stage in IN_LINE)])
     title = f"{args.model}: {len(items)} requests at once; those of stages 1 to 3 in line, extrapolated from a few"

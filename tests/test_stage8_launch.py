@@ -72,6 +72,14 @@ def forever(settings: dict, ranks: Ranks | Alone) -> None:
         ranks.all_reduce(torch.ones(100))
 
 
+def late(settings: dict, ranks: Ranks | Alone) -> None:
+    """Rank 1 is done last, and must still find rank 0."""
+    ((pid,), _) = ranks.share([os.getpid()])
+    if ranks.rank:
+        time.sleep(1)
+        assert is_alive(pid)
+
+
 def logits(settings: dict, ranks: Ranks | Alone) -> None:
     """Of two ranks, eager and from graphs, against those of one rank: the same text (forced by a bias), step by step."""
     seen, replays = {}, 0
@@ -95,7 +103,7 @@ def logits(settings: dict, ranks: Ranks | Alone) -> None:
         keep("whole", whole.runner)
         whole.generate(prompts, params)
         del whole
-    ranks.share([0])
+    ranks.barrier()
     for graph in (False, True):
         engine = build_rank(replace(config, graph=graph, tp=ranks.world), ranks)
         if ranks.rank:
@@ -227,6 +235,11 @@ def test_a_rank_that_fails_says_why(tmp_path):
     assert err.count("Traceback") == 1
 
 
+def test_nobody_leaves_before_the_last_is_done():
+    status, _, err = finish(job("late"))
+    assert status == 0, err
+
+
 def test_a_mistake_is_one_line():
     status, out, err = finish(start([sys.executable, RUN, "--tp", "3", *TINY]))
     assert (status, out) == (2, "")
@@ -287,7 +300,7 @@ def test_gpu_bfloat16_with_nccl_between_dependent_launches():
 
 
 if __name__ == "__main__":
-    work = {"history": history, "forever": forever, "logits": logits}[sys.argv[1]]
+    work = {"history": history, "forever": forever, "late": late, "logits": logits}[sys.argv[1]]
     arguments = json.loads(sys.argv[2])
     device = arguments.get("configs", [{}])[0].get("device", "cpu")
     cli.run(lambda: run_ranks(partial(work, arguments), 2, device))
