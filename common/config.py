@@ -112,8 +112,9 @@ class EngineConfig:
     page_size: int | None = None  # tokens
     kv_tokens: int | None = None  # size of the KV pool; on a GPU None means: what is free
     memory_fraction: float = 0.9  # of a GPU's memory, for everything together
-    graph: bool | None = None  # replay decode steps from CUDA graphs; on a CPU, call what would be recorded
-    graph_max_batch: int = 256  # requests in the largest of them
+    graph: bool | None = None  # replay steps from CUDA graphs; on a CPU, call what would be recorded
+    graph_max_batch: int = 256  # requests that decode in the largest of them
+    graph_max_tokens: int = 1024  # positions in the largest one of a step with prompts; 0: those are never recorded
     overlap: bool = True  # schedule the next step while the device computes this one
     radix: bool = True  # keep the prefixes of earlier requests and share them
     order: str = "fcfs"  # of the waiting queue: fcfs (first come, first served) | prefix (longest known prefix first)
@@ -123,6 +124,7 @@ class EngineConfig:
         for name in ("max_model_len", "max_running", "max_batch_tokens", "page_size", "kv_tokens", "graph_max_batch"):
             if (value := getattr(self, name)) is not None:
                 check_range(name, value, 1)
+        check_range("graph_max_tokens", self.graph_max_tokens, 0)
         check_range("memory_fraction", self.memory_fraction, 0, 1, open_low=True)
         if self.order not in ("fcfs", "prefix"):
             raise UserError(f"order {self.order!r} is unknown; use fcfs or prefix")

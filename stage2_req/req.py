@@ -94,11 +94,18 @@ class Batch:
         """One number of each request, [B] int64."""
         return np.fromiter(map(attrgetter(attribute), self.reqs), np.int64, len(self.reqs))
 
+    def token_positions(self) -> np.ndarray:
+        """The position of every token of the step [T], on the host."""
+        return np.arange(self.num_tokens) + np.repeat(self.ends - self.lens.cumsum(), self.lens)
+
+    def last_tokens(self) -> np.ndarray:
+        """Where in the step the tokens are whose logits are to be sampled [S], on the host."""
+        return (self.lens.cumsum() - 1)[self.samples]
+
     def prepare(self, device: torch.device) -> None:
-        """Tensors on the device: positions [T], and last_index [S], where in T the logits of the sampled requests are."""
-        last = self.lens.cumsum() - 1
-        self.positions = upload(np.arange(last[-1] + 1) + np.repeat(self.ends - 1 - last, self.lens), device)
-        self.last_index = upload(last[self.samples], device)
+        """Both as tensors on the device: positions [T] and last_index [S]."""
+        self.positions = upload(self.token_positions(), device)
+        self.last_index = upload(self.last_tokens(), device)
 
 
 class Output(NamedTuple):

@@ -55,7 +55,7 @@ def main() -> None:
     useful = sum(len(req.token_ids) - 1 for req in reqs)
     computed = engine.stats().computed_tokens
     report.say(
-        f"{computed:,} positions computed where {useful:,} would have done: {computed / useful:.1f} x too much.\n"
+        f"{computed:,} positions computed where {useful:,} would have done: {computed / useful:.1f} times as many.\n"
     )
     fast = greedy_fast_path(engine.device)
     if args.save:

@@ -35,7 +35,8 @@ class SlotAttention:
 
     def plan(self, batch: Batch) -> None:
         d = self.num_decode = batch.num_decode
-        self.out_loc = self.locate(np.repeat(batch.rows, batch.lens), batch.positions)  # [T]
+        rows = upload(np.repeat(batch.rows, batch.lens), self.device)
+        self.out_loc = self.locate(rows, batch.positions)  # [T]
         if d:
             self.seqlens = upload(batch.ends[:d].astype(np.int32), self.device)
             self.blocks = self.find_blocks(batch)
@@ -46,9 +47,9 @@ class SlotAttention:
             # blocks of the chunks' requests [B, blocks], or None: then the chunks bring all their keys along
             self.context = self.find_context(batch) if batch.starts[d:].any() else None
 
-    def locate(self, rows: np.ndarray, positions: Tensor) -> Tensor:
+    def locate(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Pool rows [N] of the positions [N] of the requests in the cache manager's rows [N]."""
-        return upload(rows * self.block_size, self.device) + positions
+        return rows * self.block_size + positions
 
     def find_blocks(self, batch: Batch) -> dict[str, Tensor]:
         """Where the decode kernel finds each request."""

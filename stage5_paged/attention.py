@@ -1,6 +1,5 @@
 """Attention over pages: as with slots, but a look into the page table stands between a position and its row."""
 
-import numpy as np
 from torch import Tensor
 
 from common.device import upload
@@ -12,8 +11,8 @@ class PagedAttention(SlotAttention):
     def __init__(self, kernels, pool, cache, device):
         super().__init__(kernels, pool, cache, device, cache.page_size)
 
-    def locate(self, rows: np.ndarray, positions: Tensor) -> Tensor:
-        pages = self.cache.page_table[upload(rows, self.device), positions // self.block_size]
+    def locate(self, rows: Tensor, positions: Tensor) -> Tensor:
+        pages = self.cache.page_table[rows, positions // self.block_size]
         return pages.long() * self.block_size + positions % self.block_size
 
     def find_blocks(self, batch: Batch) -> dict[str, Tensor]:

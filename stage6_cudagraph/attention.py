@@ -1,5 +1,6 @@
-"""Attention of a decode step from buffers that never move: what a CUDA graph may record."""
+"""Attention from buffers that never move: what a CUDA graph may record."""
 
+import torch
 from torch import Tensor
 
 from stage5_paged.attention import PagedAttention
@@ -14,8 +15,7 @@ class StaticDecode:
     """
 
     def __init__(self, paged: PagedAttention):
-        self.paged = paged
-        self.padding_page = paged.pool.num_tokens // paged.block_size - 1
+        self.paged, self.padding_page = paged, last_page(paged)
 
     def plan(self, positions: Tensor, rows: Tensor) -> None:
         """positions and rows [size] int32; a padding row has position 0 and row -1."""
@@ -26,3 +26,49 @@ class StaticDecode:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [size, Hq, D], k and v [size, Hkv, D] -> [size, Hq, D]"""
         return self.paged.decode(layer, q, self.cached, block_table=self.block_table, k=k[:, None], v=v[:, None])
+
+
+class StaticMixed:
+    """Decodes and chunks of prompts in one step of any recorded size, padding included.
+
+    Every token belongs to a sequence of the prefill kernel: the first holds the decodes, then come the chunks, then the
+    padding. The first and the last have no keys there, so they get zeros; and a decode that isn't there gets zeros from
+    the decode kernel. The sum is what everybody should have.
+    """
+
+    def __init__(self, paged: PagedAttention):
+        self.paged = paged
+        self.padding_row = last_page(paged) * paged.block_size
+
+    def plan(
+        self,
+        positions: Tensor,
+        rows: Tensor,
+        decode_rows: Tensor,
+        lens: Tensor,
+        chunk_rows: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+    ) -> None:
+        """All int32. positions and rows [T] of every token, row -1: padding. decode_rows [D], and lens [D], their tokens,
+        the new ones included, 0: nobody. chunk_rows [C], cu_q and cu_k [C + 1], of the sequences."""
+        table = self.paged.cache.page_table
+        located = self.paged.locate(rows, positions)
+        self.out_loc = torch.where(rows < 0, self.padding_row, located)  # [T]
+        self.decode_table, self.lens = table[decode_rows], lens
+        self.context, self.bounds = table[chunk_rows], (cu_q, cu_k)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
+        paged, decodes = self.paged, len(self.lens)
+        paged.pool.store(layer, self.out_loc, k, v)
+        longest = (len(q), paged.cache.max_len)
+        prefill = paged.kernels.flash_attn_varlen_func
+        out = prefill(q, *paged.blocks_of(layer), *self.bounds, *longest, causal=True, block_table=self.context)
+        out[:decodes] += paged.decode(layer, q[:decodes], self.lens, block_table=self.decode_table)
+        return out
+
+
+def last_page(paged: PagedAttention) -> int:
+    """The page beyond the allocator's range, for what padding writes."""
+    return paged.pool.num_tokens // paged.block_size - 1

@@ -29,7 +29,7 @@ PARTS = {  # of a step, by how its kernels' names begin; what no other part clai
 }
 ENGINE_FLAGS = (
     *("max_running", "max_batch_tokens", "page_size", "kv_tokens", "memory_fraction"),
-    *("graph", "graph_max_batch", "overlap"),
+    *("graph", "graph_max_batch", "graph_max_tokens", "overlap"),
 )
 
 

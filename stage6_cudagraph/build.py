@@ -10,7 +10,6 @@ from stage5_paged.attention import PagedAttention
 from stage5_paged.cache import PagedCacheManager
 from stage5_paged.scheduler import PagedScheduler
 from stage5_paged.sizing import pool_tokens
-from stage6_cudagraph.attention import StaticDecode  # NEW
 from stage6_cudagraph.graph_runner import GraphRunner, GraphSampler  # NEW
 from stage6_cudagraph.overlap import OverlapEngine  # NEW
 
@@ -22,8 +21,7 @@ def build_engine(config: EngineConfig) -> Engine:
     pool = KVCachePool(m, tokens + size)  # one page beyond the allocator's range takes what padding rows write
     runner, sampler = ModelRunner(m.model, PagedAttention(m.kernels, pool, cache, m.device)), Sampler(m.kernels.ops)
     if m.config.graph:
-        largest = min(m.config.graph_max_batch, m.config.max_running)
-        runner = GraphRunner(runner, StaticDecode(runner.attention), sampler, largest)
+        runner = GraphRunner(runner, sampler, m.config)
         sampler = GraphSampler(runner)
     engine = OverlapEngine if m.config.overlap else Engine
     scheduler = PagedScheduler(cache, m.config.max_batch_tokens)

@@ -34,7 +34,9 @@ COLUMNS = ["batch", "way", "ms a step", "host ms to launch", "device busy ms", "
 
 
 def main() -> None:
-    parser = cli.parser(__doc__, "max_batch_tokens", "page_size", "kv_tokens", "memory_fraction", "graph_max_batch")
+    parser = cli.parser(
+        __doc__, "max_batch_tokens", "page_size", "kv_tokens", "memory_fraction", "graph_max_batch", "graph_max_tokens"
+    )
     parser.add_argument("--profile", type=Path, metavar="FILE", help="also write a trace of some steps, and a table")
     args = parser.parse_args()
     if resolve_device(args.device).type == "cpu":

@@ -9,7 +9,6 @@ from stage5_paged.attention import PagedAttention
 from stage5_paged.cache import PagedCacheManager
 from stage5_paged.scheduler import PagedScheduler
 from stage5_paged.sizing import pool_tokens
-from stage6_cudagraph.attention import StaticDecode
 from stage6_cudagraph.graph_runner import GraphRunner, GraphSampler
 from stage6_cudagraph.overlap import OverlapEngine
 from stage7_radix.cache import RadixCacheManager
@@ -32,8 +31,7 @@ def build_rank(config: EngineConfig, ranks: Ranks | Alone) -> TPEngine:
     runner = ModelRunner(m.model, PagedAttention(m.kernels, pool, cache, m.device))
     sampler = RankSampler(Sampler(m.kernels.ops), ranks)
     if config.graph:
-        largest = min(config.graph_max_batch, config.max_running)
-        runner = GraphRunner(runner, StaticDecode(runner.attention), sampler, largest)
+        runner = GraphRunner(runner, sampler, config)
         sampler = GraphSampler(runner)
     fcfs, engine = PagedScheduler(cache, config.max_batch_tokens), OverlapEngine if config.overlap else Engine
     scheduler = PrefixFirst(fcfs, cache) if config.order == "prefix" else fcfs

@@ -42,7 +42,7 @@ RESTART_WINDOW = 600.0  # seconds
 STOP_SECONDS = 2.0  # for a worker to end when it is asked to; then it is killed
 ENGINE_FLAGS = (
     *("model", "device", "dtype", "attn", "max_model_len", "max_running", "max_batch_tokens", "page_size", "kv_tokens"),
-    *("memory_fraction", "graph", "graph_max_batch", "overlap", "radix", "order", "tp", "seed"),
+    *("memory_fraction", "graph", "graph_max_batch", "graph_max_tokens", "overlap", "radix", "order", "tp", "seed"),
 )
 SERVER_FLAGS = {  # flag -> (type, default, range, help)
     "host": (str, "127.0.0.1", (), "address to listen at; 0.0.0.0 is open to the network"),

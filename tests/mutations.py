@@ -28,15 +28,15 @@ MUTATIONS = [
     Mutation(
         "positions are one too high",
         "stage2_req/req.py",
-        "np.repeat(self.ends - 1 - last, self.lens)",
-        "np.repeat(self.ends - last, self.lens)",
+        "np.repeat(self.ends - self.lens.cumsum(), self.lens)",
+        "np.repeat(self.ends - self.lens.cumsum() + 1, self.lens)",
         "test_stage4.py::test_the_text_does_not_depend_on_budget_slots_and_order",
     ),
     Mutation(
         "`last_index` of the wrong requests",
         "stage2_req/req.py",
-        "upload(last[self.samples], device)",
-        "upload(last[: len(self.sampled)], device)",
+        "(self.lens.cumsum() - 1)[self.samples]",
+        "(self.lens.cumsum() - 1)[: len(self.sampled)]",
         "test_stage4.py::test_the_text_does_not_depend_on_budget_slots_and_order",
     ),
     Mutation(
@@ -63,8 +63,8 @@ MUTATIONS = [
     Mutation(
         "`out_loc` of a slot is off by one",
         "stage4_batch/attention.py",
-        "upload(rows * self.block_size, self.device) + positions",
-        "upload(rows * self.block_size, self.device) + positions - 1",
+        "rows * self.block_size + positions",
+        "rows * self.block_size + positions - 1",
         "test_stage4.py::test_the_text_does_not_depend_on_budget_slots_and_order",
     ),
     Mutation(
@@ -111,16 +111,37 @@ MUTATIONS = [
     ),
     Mutation(
         "padding rows are those of a request",
-        "stage6_cudagraph/graph_runner.py",
+        "stage6_cudagraph/decode_graphs.py",
         "        host[1] = -1\n",
         "",
         "test_stage6.py::test_random_histories",
     ),
     Mutation(
         "draws of another step are taken",
-        "stage6_cudagraph/graph_runner.py",
+        "stage6_cudagraph/decode_graphs.py",
         "self.drawn = logits if simple else None",
         "self.drawn = logits",
+        "test_stage6.py::test_random_histories",
+    ),
+    Mutation(
+        "padding tokens are those of a request",
+        "stage6_cudagraph/mixed_graphs.py",
+        "        rows[:] = -1\n",
+        "",
+        "test_stage6.py::test_random_histories",
+    ),
+    Mutation(
+        "a recorded chunk does not see what is before it",
+        "stage6_cudagraph/mixed_graphs.py",
+        "np.cumsum([0, *batch.ends[decodes:]])",
+        "np.cumsum([0, *batch.lens[decodes:]])",
+        "test_stage6.py::test_random_histories",
+    ),
+    Mutation(
+        "who is not there decodes all the same",
+        "stage6_cudagraph/mixed_graphs.py",
+        "lens[:decodes] = batch.ends[:decodes]",
+        "lens[:] = batch.ends.max()",
         "test_stage6.py::test_random_histories",
     ),
     Mutation(

@@ -280,7 +280,7 @@ def test_every_position_has_a_pool_row_of_its_own(build, llama, page_size):
         seen = []
         for req in engine.scheduler.running:
             positions = torch.arange(req.cached_len)
-            rows = attention.locate(np.full(req.cached_len, engine.cache.rows[req.uid]), positions).tolist()
+            rows = attention.locate(torch.full_like(positions, engine.cache.rows[req.uid]), positions).tolist()
             before = known.get(req.uid, [])
             assert rows[: len(before)] == before
             known[req.uid] = rows

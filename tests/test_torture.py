@@ -105,11 +105,12 @@ class History(RuleBasedStateMachine):
         budget=st.sampled_from([1, 2, 5, 16, 64]),
         max_running=st.integers(1, 6),
         largest_graph=st.sampled_from([1, 3, 256]),
+        largest_mixed=st.sampled_from([0, 8, 1024]),
         overlap=st.sampled_from([True, True, True, False]),
         graph=st.sampled_from([True, True, True, False]),
         order=st.sampled_from(["fcfs", "prefix"]),
     )
-    def build(self, page_size, kv_tokens, budget, max_running, largest_graph, overlap, graph, order):
+    def build(self, page_size, kv_tokens, budget, max_running, largest_graph, largest_mixed, overlap, graph, order):
         self.engine = build_engine(
             self.oracle.checkpoint.config(
                 model=self.oracle.eos_folder,
@@ -119,6 +120,7 @@ class History(RuleBasedStateMachine):
                 max_running=max_running,
                 max_model_len=MAX_LEN,
                 graph_max_batch=largest_graph,
+                graph_max_tokens=largest_mixed,
                 overlap=overlap,
                 graph=graph,
                 order=order,

@@ -22,6 +22,7 @@ class Kernels:
     flash_attn_with_kvcache: Callable
     ops: ModuleType = ops  # the small operations
     block_multiple: int = 1  # a page, or a slot, is to be a multiple of this, in tokens
+    records_varlen: bool = True  # a CUDA graph can record the first function: it reads no lengths back
 
 
 def select_kernels(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
@@ -36,7 +37,8 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype, head_dim
     if name == "auto":
         name = "portable" if obstacle else "triton"
     if name == "portable":
-        return Kernels(name, portable.flash_attn_varlen_func, portable.flash_attn_with_kvcache)
+        functions = portable.flash_attn_varlen_func, portable.flash_attn_with_kvcache
+        return Kernels(name, *functions, records_varlen=device.type != "cuda")
     if name == "flash":
         obstacle = obstacle or _flash_obstacle(device, dtype, head_dim)
     if obstacle:

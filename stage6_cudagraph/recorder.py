@@ -1,0 +1,55 @@
+"""Records functions as CUDA graphs: hundreds of kernel launches recorded once, then replayed by a single call."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from common.config import UserError
+
+
+class Recorder:
+    """All graphs share their scratch memory, for they run one after the other; what somebody still holds stays valid.
+
+    Without a GPU the function itself is what there is to replay.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.count = device, 0
+        if device.type == "cuda":
+            self.start, self.free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
+            self.pool = torch.cuda.graph_pool_handle()
+
+    @torch.inference_mode()
+    def record(self, what: str, step: Callable[[Any], None], sizes: Iterable[Any]) -> dict[Any, Callable[[], None]]:
+        """size -> what replays step(size). Raises UserError when the memory is used up."""
+        if self.device.type != "cuda":
+            return {size: partial(step, size) for size in sizes}
+        graphs = {}
+        try:
+            for size in tqdm(sorted(sizes, reverse=True), desc=f"CUDA graphs of {what}", unit="graph"):
+                step(size)  # compile kernels and fill allocators first: neither can be recorded
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self.pool):
+                    step(size)
+                graphs[size] = graph.replay
+        except torch.OutOfMemoryError as error:
+            left = torch.cuda.mem_get_info(self.device)[0] / 2**30
+            raise UserError(
+                f"out of memory while recording the CUDA graphs of {what}, {left:.2f} GiB are free; "
+                "lower --graph-max-batch, --graph-max-tokens or --memory-fraction"
+            ) from error
+        self.count += len(graphs)
+        return graphs
+
+    def report(self) -> None:
+        """On stderr: how many graphs there are, how long they took, and how much memory."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            memory = self.free - torch.cuda.mem_get_info(self.device)[0]
+            took = f"{time.perf_counter() - self.start:.1f} s, {memory / 2**30:.2f} GiB"
+            print(f"{self.count} CUDA graphs: {took}", file=sys.stderr)
