@@ -22,7 +22,10 @@ FLAGS = {
     "max_batch_tokens": (int, "positions computed in one step; longer prompts come in chunks of this"),
     "page_size": (int, "tokens in a page of the KV pool"),
     "kv_tokens": (int, "size of the KV pool in tokens; on a GPU by default what is free"),
-    "memory_fraction": (float, "share of a GPU's memory to use, for everything together"),
+    "memory_fraction": (
+        float,
+        "share of a GPU's memory for weights, KV pool and the largest step; CUDA graphs come on top",
+    ),
     "graph": (bool, "replay steps from CUDA graphs"),
     "graph_max_batch": (int, "requests that decode in the largest CUDA graph"),
     "graph_max_tokens": (int, "positions in the largest CUDA graph of a step with prompts; 0: record no such steps"),

@@ -111,7 +111,7 @@ class EngineConfig:
     max_batch_tokens: int | None = None  # positions computed in one step; longer prompts come in chunks
     page_size: int | None = None  # tokens
     kv_tokens: int | None = None  # size of the KV pool; on a GPU None means: what is free
-    memory_fraction: float = 0.9  # of a GPU's memory, for everything together
+    memory_fraction: float = 0.9  # of a GPU's memory, for weights, pool and the largest step; CUDA graphs come on top
     graph: bool | None = None  # replay steps from CUDA graphs; on a CPU, call what would be recorded
     graph_max_batch: int = 256  # requests that decode in the largest of them
     graph_max_tokens: int = 1024  # positions in the largest one of a step with prompts; 0: those are never recorded

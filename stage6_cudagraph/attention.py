@@ -31,9 +31,9 @@ class StaticDecode:
 class StaticMixed:
     """Decodes and chunks of prompts in one step of any recorded size, padding included.
 
-    Every token belongs to a sequence of the prefill kernel: the first holds the decodes, then come the chunks, then the
-    padding. The first and the last have no keys there, so they get zeros; and a decode that isn't there gets zeros from
-    the decode kernel. The sum is what everybody should have.
+    Every token belongs to a sequence of the prefill kernel: the first holds the decodes, then come the chunks, then
+    empty ones for chunks that aren't there, and the last holds the padding. The first and the last have no keys, so they
+    get zeros; and a decode that isn't there gets zeros from the decode kernel. The sum is what everybody should have.
     """
 
     def __init__(self, paged: PagedAttention):

@@ -1,4 +1,4 @@
-"""Stage 6 in one place: decode steps replayed from graphs, the host one step ahead."""
+"""Stage 6 in one place: steps replayed from graphs, the host one step ahead."""
 
 from common.checkpoint import load
 from common.config import EngineConfig

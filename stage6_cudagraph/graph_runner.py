@@ -1,7 +1,7 @@
 """The runner that replays recorded steps.
 
 A graph repeats the same kernels on the same addresses. So its inputs live in static buffers, and a step is padded up to
-the next size that was recorded. Long prompts have no need of it: their kernels take longer than their launches.
+the next size that was recorded.
 """
 
 from torch import Tensor

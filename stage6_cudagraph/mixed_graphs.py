@@ -1,6 +1,6 @@
 """Steps with prompts, recorded at padded numbers of positions: decodes first, then chunks, then padding.
 
-A small model's prompt step takes the host far longer to launch than the device to compute, and everybody who decodes in
+A step with a short prompt takes the host far longer to launch than the device to compute, and everybody who decodes in
 the same step waits with it. What follows the last layer depends on who is to be sampled, and stays eager.
 """
 
@@ -69,7 +69,8 @@ class MixedGraphs:
         rows[:tokens] = np.repeat(batch.rows, batch.lens)
         decode_rows[:decodes] = batch.rows[:decodes]
         lens[:decodes] = batch.ends[:decodes]
-        # sequences of the prefill kernel: the decodes, as one without keys, then the chunks, then the padding likewise
+        # sequences of the prefill kernel: the decodes, as one without keys, the chunks, empty ones, and the padding, which
+        # has no keys either (in no sequence at all it would keep what the memory held)
         chunk_rows[1 : chunks + 1] = batch.rows[decodes:]
         cu_q[1:] = tokens
         cu_q[1 : chunks + 2] = decodes + np.cumsum([0, *batch.lens[decodes:]])

@@ -29,10 +29,10 @@ class Recorder:
         """size -> what replays step(size). Raises UserError when the memory is used up."""
         if self.device.type != "cuda":
             return {size: partial(step, size) for size in sizes}
-        graphs = {}
+        graphs, sizes = {}, sorted(sizes, reverse=True)
         try:
-            for size in tqdm(sorted(sizes, reverse=True), desc=f"CUDA graphs of {what}", unit="graph"):
-                step(size)  # compile kernels and fill allocators first: neither can be recorded
+            for size in tqdm(sizes, desc=f"CUDA graphs of {what}", unit="graph", disable=not sizes):
+                step(size)  # kernels are compiled and libraries set up: neither can be recorded
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self.pool):
                     step(size)

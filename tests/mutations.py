@@ -145,6 +145,20 @@ MUTATIONS = [
         "test_stage6.py::test_random_histories",
     ),
     Mutation(
+        "padding is in no sequence",
+        "stage6_cudagraph/mixed_graphs.py",
+        "        cu_q[-1] = shape[0]\n",
+        "",
+        "test_stage6.py::test_padding_keeps_the_pool_finite",
+    ),
+    Mutation(
+        "one sequence too few in a recorded step",
+        "stage6_cudagraph/mixed_graphs.py",
+        "CHUNKS + 2, CHUNKS + 3, CHUNKS + 3",
+        "CHUNKS + 1, CHUNKS + 2, CHUNKS + 2",
+        "test_stage6.py::test_as_many_chunks_as_a_graph_takes",
+    ),
+    Mutation(
         "samples are not copied before the next step draws",
         "stage6_cudagraph/overlap.py",
         "non_blocking=True, copy=True)",

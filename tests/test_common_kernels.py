@@ -88,6 +88,17 @@ def test_varlen_with_a_block_table(heads, page_size):
         torch.testing.assert_close(out[rows], naive(q[rows], k[b], v[b], True), **TOLERANCE)
 
 
+def test_who_has_no_keys_gets_zeros():
+    """As a recorded step relies on, for whoever is not there."""
+    q, (k, v) = randn(9, 4, 8), randn(2, 5, 3, 2, 8)  # 5 pages of 3
+    table = torch.arange(5, dtype=torch.int32).expand(3, -1)
+    out = portable.flash_attn_varlen_func(q, k, v, cu([2, 4, 3]), cu([0, 5, 0]), 4, 5, causal=True, block_table=table)
+    assert not out[:2].any() and out[2:6].any(2).all() and not out[6:].any()
+    lens = torch.tensor([0, 4, 0], dtype=torch.int32)
+    out = portable.flash_attn_with_kvcache(q[:3, None], k, v, cache_seqlens=lens, block_table=table, causal=True)
+    assert not out[0].any() and out[1].any() and not out[2].any()
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("heads", HEADS)

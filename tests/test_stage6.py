@@ -121,12 +121,14 @@ def test_more_decodes_than_the_largest_graph_takes_run_eagerly(llama):
     assert texts == [texts[0]] * 4
 
 
-def test_more_chunks_than_a_graph_takes_run_eagerly(llama, texts):
-    count = CHUNKS + 1
-    engine = build_engine(small(llama, max_running=count, max_batch_tokens=8 * count, overlap=False, kv_tokens=1600))
-    reqs = engine.generate([llama.prompt(8)] * count, SamplingParams(max_tokens=2))
-    assert engine.runner.num_replays == 1  # of the decodes
-    assert [req.output_ids for req in reqs] == [texts[8, "greedy"][:2]] * count
+@pytest.mark.parametrize(("count", "replays"), [(CHUNKS, 2), (CHUNKS + 1, 1)])
+def test_as_many_chunks_as_a_graph_takes(llama, texts, count, replays):
+    """And one more, which is launched: then only the step of the decodes is replayed."""
+    engine = build_engine(small(llama, max_running=count, max_batch_tokens=600, overlap=False, kv_tokens=1600))
+    prompts = [(8, 17)[i % 2] for i in range(count)]  # whose sum is no recorded size: there is padding behind them
+    reqs = engine.generate([llama.prompt(n) for n in prompts], SamplingParams(max_tokens=2))
+    assert engine.runner.num_replays == replays
+    assert [req.output_ids for req in reqs] == [texts[n, "greedy"][:2] for n in prompts]
 
 
 def test_a_step_of_many_decodes_and_a_prompt(llama, texts):
@@ -142,6 +144,15 @@ def test_a_step_of_many_decodes_and_a_prompt(llama, texts):
             said[output.uid].append(output.token_id)
     assert engine.runner.num_replays == engine.stats().steps
     assert list(said.values()) == [texts[17, "greedy"]] * 24
+
+
+def test_padding_keeps_the_pool_finite(llama, monkeypatch):
+    """Whatever uninitialised memory holds: it must not go through the layers into the pool's last page."""
+    engine = build_engine(small(llama, kv_tokens=160))
+    monkeypatch.setattr(torch, "empty_like", lambda t: torch.full_like(t, torch.nan))
+    engine.generate([llama.prompt(8)], SamplingParams(max_tokens=2))
+    pool = engine.runner.eager.attention.pool
+    assert all(layer.isfinite().all() for layer in (*pool.k, *pool.v))
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -296,27 +307,40 @@ def test_gpu_a_thousand_steps(llama, texts):
 
 
 @CUDA
-@pytest.mark.parametrize("newcomers", [0, 3])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_gpu_steps_of_many_prompts(llama, texts, page_size):
+    """Large recorded steps, in which the prefill kernel's programs have to search for their sequences."""
+    sizes = {"page_size": page_size, "kv_tokens": 400, "max_batch_tokens": 256, "max_running": 16}
+    for seed in range(2):
+        random_history(build_engine(small(llama, device="cuda", **sizes)), llama, texts, random.Random(seed), 40)
+
+
+@CUDA
+@pytest.mark.parametrize("chunks", [False, True])
 @pytest.mark.parametrize(("attn", "page_size"), [("triton", 1), ("flash", 256)])
-def test_gpu_bf16_graph_is_the_eager_step(attn, page_size, newcomers):
+def test_gpu_bf16_graph_is_the_eager_step(attn, page_size, chunks):
     """The same step from a graph and kernel by kernel: equal logits within bfloat16's rounding."""
     if attn == "flash":
         pytest.importorskip("flash_attn")
-    sizes = {"kv_tokens": 4096, "max_running": 16, "page_size": page_size}
+    sizes = {"kv_tokens": 4096, "max_running": 16, "page_size": page_size, "max_batch_tokens": 320}
     config = EngineConfig("dummy:smollm2-135m", device="cuda", attn=attn, overlap=False, **sizes)
+    logits = same_step(config, [20, 30, 40, 50, *([400, 60] if chunks else [])])
+    assert torch.cosine_similarity(*logits).min() > 0.99
+
+
+def same_step(config: EngineConfig, lengths: list[int]) -> list[torch.Tensor]:
+    """Logits of the second step, without graphs and with them: decodes, and what is left of prompts beyond the budget."""
     logits = []
     for graph in (False, True):
-        engine = build_engine(replace(config, graph=graph))
-        for i in range(5):
-            engine.add([i + 1] * (10 + i), SamplingParams(max_tokens=50, ignore_eos=True))
+        engine, rng = build_engine(replace(config, graph=graph)), np.random.default_rng(0)
+        for length in lengths:
+            engine.add(rng.integers(0, 10000, length).tolist(), SamplingParams(max_tokens=50, ignore_eos=True))
         engine.step()
-        for i in range(newcomers):
-            engine.add([i + 1] * (20 + 100 * i), SamplingParams(max_tokens=50, ignore_eos=True))
         batch = engine.scheduler.schedule()
         batch.input_ids = engine.input_ids(batch)
         with torch.inference_mode():
             logits.append(engine.runner.run(batch).float().clone())
-    assert torch.cosine_similarity(*logits).min() > 0.9995
+    return logits
 
 
 @CUDA

@@ -20,7 +20,7 @@ def flash_attn_varlen_func(
 
     q [Tq, Hq, D]; k, v [Tk, Hkv, D], or pages [num_pages, page_size, Hkv, D] with block_table [B, P] int32.
     Sequence b has queries cu_seqlens_q[b]:cu_seqlens_q[b+1] and keys likewise (both int32 [B + 1]). With `causal`, its
-    last query sees all its keys, the one before that one less, and so on. Returns [Tq, Hq, D].
+    last query sees all its keys, the one before that one less, and so on. Without keys it gets zeros. Returns [Tq, Hq, D].
     """
     out = torch.empty_like(q)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -64,7 +64,7 @@ def flash_attn_with_kvcache(
     q [B, Sq, Hq, D]. Caches are [slots, max_len, Hkv, D] (request b in slot cache_batch_idx[b], or b), or pages
     [num_pages, page_size, Hkv, D] with block_table [B, P] int32. cache_seqlens [B] int32 counts the rows of each
     request, those of the new tokens included if they have been stored before. Otherwise k and v [B, Sq, Hkv, D] are
-    appended to the cache here. Returns [B, Sq, Hq, D].
+    appended to the cache here. A request without any row gets zeros. Returns [B, Sq, Hq, D].
     """
     batch, sq, heads, _ = q.shape
     if k is not None:

@@ -1,8 +1,8 @@
 """Attention of many new tokens over a paged cache, in Triton: flash-attn's varlen function for any page size.
 
 The online softmax over tiles of keys (Dao et al., 2022). A tile of queries of one head sits in one program, which walks
-over the keys that it may see, page by page; the keys that every one of its queries may see need no mask. The heaviest
-tiles, late queries of long contexts, start first.
+over the keys that it may see, page by page; the keys that every one of its queries may see need no mask. A sequence's
+last queries see most and start first.
 
 Where sequences are of much the same length, a program's place in the grid tells which tile of which sequence is its own.
 Where they are not, most of such a grid would find nothing to do: there every program searches. Either way the grid
