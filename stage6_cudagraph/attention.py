@@ -44,18 +44,17 @@ class StaticMixed:
         self,
         positions: Tensor,
         rows: Tensor,
-        decode_rows: Tensor,
         lens: Tensor,
         chunk_rows: Tensor,
         cu_q: Tensor,
         cu_k: Tensor,
     ) -> None:
-        """All int32. positions and rows [T] of every token, row -1: padding. decode_rows [D], and lens [D], their tokens,
-        the new ones included, 0: nobody. chunk_rows [C], cu_q and cu_k [C + 1], of the sequences."""
+        """All int32. positions and rows [T] of every token, row -1: padding. lens [D] of the first tokens' requests, the
+        new token included, 0: no decode. chunk_rows [C], cu_q and cu_k [C + 1], of the sequences."""
         table = self.paged.cache.page_table
         located = self.paged.locate(rows, positions)
         self.out_loc = torch.where(rows < 0, self.padding_row, located)  # [T]
-        self.decode_table, self.lens = table[decode_rows], lens
+        self.decode_table, self.lens = table[rows[: len(lens)]], lens
         self.context, self.bounds = table[chunk_rows], (cu_q, cu_k)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -63,11 +63,10 @@ class MixedGraphs:
         tokens, decodes = batch.num_tokens, batch.num_decode
         chunks, fields = len(batch.reqs) - decodes, widths(*shape)
         host = np.zeros(sum(fields), np.int32)
-        positions, rows, decode_rows, lens, chunk_rows, cu_q, cu_k, last_index = np.split(host, np.cumsum(fields)[:-1])
+        positions, rows, lens, chunk_rows, cu_q, cu_k, last_index = np.split(host, np.cumsum(fields)[:-1])
         positions[:tokens] = batch.token_positions()
         rows[:] = -1
         rows[:tokens] = np.repeat(batch.rows, batch.lens)
-        decode_rows[:decodes] = batch.rows[:decodes]
         lens[:decodes] = batch.ends[:decodes]
         # sequences of the prefill kernel: the decodes, as one without keys, the chunks, empty ones, and the padding, which
         # has no keys either (in no sequence at all it would keep what the memory held)
@@ -83,11 +82,11 @@ class MixedGraphs:
 
     def step(self, shape: tuple[int, int]) -> None:
         """What is recorded: all layers over `shape[0]` positions, up to `shape[1]` of them decodes."""
-        positions, rows, decode_rows, lens, chunk_rows, cu_q, cu_k, _ = self.buffers(shape)
-        self.attention.plan(positions, rows, decode_rows, lens, chunk_rows, cu_q, cu_k)
+        positions, *numbers, _ = self.buffers(shape)
+        self.attention.plan(positions, *numbers)
         self.hidden[shape] = self.model(self.ids[: shape[0]], positions, self.attention)
 
 
 def widths(tokens: int, decodes: int) -> tuple[int, ...]:
     """How many numbers a step has of each kind: those of StaticMixed.plan, and where the tokens to be sampled are."""
-    return tokens, tokens, decodes, decodes, CHUNKS + 2, CHUNKS + 3, CHUNKS + 3, decodes + CHUNKS
+    return tokens, tokens, decodes, CHUNKS + 2, CHUNKS + 3, CHUNKS + 3, decodes + CHUNKS
