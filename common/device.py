@@ -1,5 +1,8 @@
 """Where tensors live: names to devices and dtypes, host arrays to the device."""
 
+import os
+import platform
+
 import numpy as np
 import torch
 
@@ -21,11 +24,25 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
+DTYPE_VARIABLE = "SGLANG_ZERO_DTYPE"  # in the environment: what `auto` means; the tests run with either default
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Does this CPU have instructions that multiply bfloat16?
+
+    On x86, oneDNN's own `_is_mkldnn_bf16_supported` is no answer: it says yes to every AVX-512 CPU, also where each
+    product is emulated and takes three times as long as in float32.
+    """
+    if platform.machine() in ("arm64", "aarch64"):
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies it natively, else float32 (many times faster there)."""
+    """`auto` is bfloat16 where the hardware multiplies it, else float32 (several times faster there)."""
     if name == "auto":
-        native = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        name = "bfloat16" if native else "float32"
+        native = device.type == "cuda" or cpu_multiplies_bfloat16()
+        name = os.environ.get(DTYPE_VARIABLE) or ("bfloat16" if native else "float32")
     if name not in DTYPES:
         raise UserError(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)}")
     return getattr(torch, name)

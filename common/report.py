@@ -66,6 +66,8 @@ def machine() -> dict:
     """Where a record was made."""
     import torch
 
+    from common.device import cpu_multiplies_bfloat16
+
     processor = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
         if line.startswith("model name"):
@@ -74,7 +76,8 @@ def machine() -> dict:
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else processor,
         "threads": torch.get_num_threads(),
-        "bf16_native": torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "bf16_native": torch.cuda.is_available() or cpu_multiplies_bfloat16(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.config import UserError
-from common.device import resolve_device, resolve_dtype
+from common.device import DTYPE_VARIABLE, resolve_device, resolve_dtype
 from common.kernels import ops, portable, select_kernels
 from common.kernels.cpu_linear import HalfBytesLinear, PackedLinear, pack_linears
 
@@ -262,7 +262,31 @@ def test_cuda_without_a_gpu():
         resolve_device("cuda")
 
 
-def test_resolve_dtype():
+@pytest.mark.parametrize(
+    ("machine", "avx512_bf16", "amx", "onednn", "expected"),
+    [
+        ("x86_64", False, False, True, torch.float32),  # AVX-512 without bf16: oneDNN emulates, and says yes
+        ("x86_64", True, False, True, torch.bfloat16),
+        ("x86_64", False, True, True, torch.bfloat16),
+        ("x86_64", False, False, False, torch.float32),
+        ("aarch64", False, False, True, torch.bfloat16),
+        ("arm64", False, False, False, torch.float32),
+    ],
+)
+def test_auto_is_bfloat16_where_the_cpu_multiplies_it(machine, avx512_bf16, amx, onednn, expected, monkeypatch):
+    monkeypatch.delenv(DTYPE_VARIABLE, raising=False)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    assert resolve_dtype("auto", CPU) == expected
+
+
+def test_resolve_dtype(monkeypatch):
+    monkeypatch.setenv(DTYPE_VARIABLE, "bfloat16")
+    assert resolve_dtype("auto", CPU) == torch.bfloat16
+    assert resolve_dtype("float32", CPU) == torch.float32
+    monkeypatch.delenv(DTYPE_VARIABLE)
     assert resolve_dtype("float16", CPU) == torch.float16
     assert resolve_dtype("auto", CPU) in (torch.float32, torch.bfloat16)
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16

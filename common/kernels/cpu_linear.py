@@ -7,6 +7,8 @@ is how many bytes that takes and in which order they come.
 import torch
 from torch import Tensor, nn
 
+from common.device import cpu_multiplies_bfloat16
+
 # What float16 may change in a weight: half its finest step, far below float32's rounding of a sum of products.
 LOSSLESS = 2.0**-25
 
@@ -53,7 +55,7 @@ def pack_linears(module: nn.Module) -> None:
 
 def _pack(linear: nn.Linear) -> nn.Module:
     weight = linear.weight.detach()
-    native = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    native = weight.dtype == torch.bfloat16 and cpu_multiplies_bfloat16()
     if not native and "fbgemm" in torch.backends.quantized.supported_engines and _float16_holds(weight):
         return HalfBytesLinear(linear)
     if native or (weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()):
