@@ -4,54 +4,85 @@ for a `dummy:` shape.
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.config import DUMMY_MODELS, EngineConfig, ModelConfig, UserError
 from common.device import resolve_device, resolve_dtype
-from common.fetch import first_line, resolve_model
+from common.fetch import resolve_model
 from common.kernels import Kernels, select_kernels, speed_up_linears
 from common.kernels import ops as plain_ops
 from common.model import CausalLM
 
-# Projections that the model keeps as one matrix: Hugging Face's name -> (ours, place in the stack).
-FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
+SIZES = (  # in config.json: whole numbers of at least 1, where they are given
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
 
 
 class Loaded(NamedTuple):
     """What every stage starts from."""
 
     config: EngineConfig  # with nothing left open but kv_tokens
-    model: CausalLM
+    shape: ModelConfig  # of the whole model
+    model: CausalLM  # the whole, or the part that was asked for
     kernels: Kernels
     device: torch.device
     dtype: torch.dtype
 
 
-def load(config: EngineConfig) -> Loaded:
+class Part(Protocol):
+    """As much of a model as one process computes."""
+
+    config: ModelConfig  # of this part, which is a smaller model of its own
+
+    def take(self, name: str, weight: Tensor) -> Tensor:
+        """What this part has of a weight, by Hugging Face's name. `weight` may be what safetensors' get_slice returns."""
+
+    def attach(self, model: CausalLM) -> None:
+        """Make the finished part one of the whole: wrap what has to ask the other parts."""
+
+
+class Whole:
+    """The null form: all of it."""
+
+    def __init__(self, shape: ModelConfig):
+        self.config = shape
+
+    def take(self, name: str, weight: Tensor) -> Tensor:
+        return weight[...]
+
+    def attach(self, model: CausalLM) -> None:
+        pass
+
+
+def load(config: EngineConfig, part_of: Callable[[ModelConfig], Part] = Whole) -> Loaded:
     """Everything that is settled before the first part is built. Raises UserError."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     shape, folder = load_config(config.model)
+    if folder and shape.tie_embeddings and "lm_head.weight" in tensor_names(folder):
+        shape = replace(shape, tie_embeddings=False)  # a head of its own counts, as in transformers
+    part = part_of(shape)
     kernels = select_kernels(config.attn, device, dtype, shape.head_dim)
     config = config.resolve(device.type, shape.max_position)
-    model = empty_model(shape, device, dtype, kernels.ops)
-    if folder is None:
-        fill_dummy(model)
-    else:
-        load_weights(model, checkpoint_tensors(folder, device))
-    return Loaded(config, finish_model(model, config.max_model_len), kernels, device, dtype)
+    model = empty_model(part.config, device, dtype, kernels.ops)
+    load_weights(
+        model, dummy_tensors(shape, device, dtype) if folder is None else checkpoint_tensors(folder, device), part
+    )
+    if torch.equal(model.lm_head.weight, model.embed_tokens.weight):  # or else it takes its memory for nothing
+        model.lm_head.weight = model.embed_tokens.weight
+    part.attach(model)
+    model.init_rope(config.max_model_len, device)
+    speed_up_linears(model, device)
+    return Loaded(config, shape, model, kernels, device, dtype)
 
 
 def load_config(name: str) -> tuple[ModelConfig, Path | None]:
@@ -64,22 +95,50 @@ def load_config(name: str) -> tuple[ModelConfig, Path | None]:
     from transformers import AutoConfig
 
     folder = resolve_model(name)
-    kind = _read_json(folder / "config.json").get("model_type")
+    file = folder / "config.json"
+    given = _read_json(file)
     try:
+        if quantized := given.get("quantization_config"):
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+            raise UserError(
+                f"weights quantized by {method or quantized} are not supported; take the original checkpoint"
+            )
+        for key in SIZES:
+            if given.get(key) is not None and not (isinstance(given[key], int) and given[key] >= 1):
+                raise UserError(f"{key} is {given[key]!r}; it must be a whole number of at least 1")
         hf = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        return ModelConfig.from_hf(hf, _eos_ids(folder, hf.eos_token_id)), folder
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
+    except Exception as error:  # whatever the library makes of what it did not expect
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"{folder / 'config.json'} (model_type {kind!r}) is not a model that can be read here: {first_line(error)}"
+            f"{file} (model_type {given.get('model_type')!r}) is not a model that can be read here: {reason:.300}"
         ) from error
-    return ModelConfig.from_hf(hf, _eos_ids(folder, hf)), folder
 
 
-def _eos_ids(folder: Path, hf) -> frozenset[int]:
-    """All of them: the generation config may name more than the model's."""
-    ids = hf.eos_token_id
-    if (file := folder / "generation_config.json").is_file():
-        ids = _read_json(file).get("eos_token_id", ids)
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+def _eos_ids(folder: Path, of_config: int | list[int] | None) -> frozenset[int]:
+    """All tokens that end a text: those of config.json, of generation_config.json and of the tokenizer. Each of them may
+    know of one that the others lack, as fine-tunes of base models have it."""
+    file = folder / "generation_config.json"
+    found = [of_config, _read_json(file).get("eos_token_id") if file.is_file() else None, _tokenizers_eos(folder)]
+    ids = [i for value in found for i in (value if isinstance(value, list) else [value]) if i is not None]
+    if wrong := [i for i in ids if not isinstance(i, int)]:
+        raise UserError(f"eos_token_id is {wrong[0]!r} in {file.name}; it must be a token id")
+    return frozenset(ids)
+
+
+def _tokenizers_eos(folder: Path) -> int | None:
+    """The id of the tokenizer's eos_token, without the seconds that loading a tokenizer takes."""
+    settings, tokenizer = (
+        _read_json(folder / name) if (folder / name).is_file() else {}
+        for name in ("tokenizer_config.json", "tokenizer.json")
+    )
+    token = settings.get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    added = [(entry.get("content"), entry.get("id")) for entry in tokenizer.get("added_tokens", [])]
+    added += [(entry.get("content"), int(i)) for i, entry in settings.get("added_tokens_decoder", {}).items()]
+    return dict(added).get(token)
 
 
 def _read_json(file: Path) -> dict:
@@ -101,48 +160,41 @@ def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, o
     return model
 
 
-def finish_model(model: CausalLM, max_len: int) -> CausalLM:
-    """What follows from the weights: rope tables for max_len positions, and faster matrix products."""
-    device = model.norm.weight.device
-    model.init_rope(max_len, device)
-    speed_up_linears(model, device)
-    return model
+def dummy_tensors(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) one at a time: random weights from a fixed seed, right for speed and meaningless as text."""
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in empty_model(config, torch.device("meta"), dtype).named_parameters():
+        weight = torch.empty(parameter.shape, dtype=dtype, device=device)
+        weight = weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1)
+        *path, module, kind = name.split(".")
+        parts = config.fused.get(module, {module: len(weight)})
+        for part, piece in zip(parts, weight.split([*parts.values()]), strict=True):
+            yield ".".join((*path, part, kind)), piece
 
 
-def fill_dummy(model: nn.Module) -> None:
-    """Random weights with a fixed seed: right for speed, meaningless as text."""
-    generator = dummy_generator(next(model.parameters()).device)
-    for parameter in model.parameters():
-        fill_random(parameter, generator)
-
-
-def dummy_generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(0)
-
-
-def fill_random(weight: Tensor, generator: torch.Generator) -> Tensor:
-    """Small numbers in a matrix; ones in what scales, or adds to, a vector."""
-    return weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1)
-
-
-def read_whole(file: safe_open, name: str) -> Tensor:
-    return file.get_tensor(name)
-
-
-def checkpoint_tensors(
-    folder: Path, device: torch.device, read: Callable[[safe_open, str], Tensor] = read_whole
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) one at a time out of a folder's files; memory-mapped, so a tensor's life is its cost.
-
-    read: takes a tensor, or as much of it as is wanted, out of an open file.
-    """
+def checkpoint_tensors(folder: Path, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """(name, slice) one at a time out of a folder's files. What is not taken of a slice is never read."""
     for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt", device=str(device)) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    yield name, read(tensors, name)
-        except SafetensorError as error:
-            raise UserError(f"{file} is damaged ({error}); fetch it again") from error
+        with readable(file), safe_open(file, framework="pt", device=str(device)) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                yield name, tensors.get_slice(name)
+
+
+def tensor_names(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for file in weight_files(folder):
+        with readable(file), safe_open(file, framework="pt") as tensors:
+            names.update(tensors.keys())
+    return names
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """UserError if what is read inside is damaged."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise UserError(f"{file} is damaged ({error}); fetch it again") from error
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -165,30 +217,35 @@ def weight_files(folder: Path) -> list[Path]:
     return [files["model.safetensors"]] if "model.safetensors" in files else list(files.values())
 
 
-def load_weights(model: CausalLM, tensors: Iterator[tuple[str, Tensor]]) -> None:
+def load_weights(model: CausalLM, tensors: Iterator[tuple[str, Tensor]], part: Part) -> None:
     """Copy a checkpoint's tensors to where they belong. Raises UserError for what is missing, unknown or misshapen."""
     config, parameters = model.config, dict(model.named_parameters())
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    mlp = config.intermediate_size
-    span = {"q_proj": (0, q), "k_proj": (q, kv), "v_proj": (q + kv, kv), "gate_proj": (0, mlp), "up_proj": (mlp, mlp)}
+    place = {}  # Hugging Face's name of a projection -> the matrix that it is a part of, and where in it
+    for fused, sizes in config.fused.items():
+        first = 0
+        for name, size in sizes.items():
+            place[name] = (fused, first, size)
+            first += size
     missing = {name: parameter.numel() for name, parameter in parameters.items()}
     for name, tensor in tensors:
-        parts = name.removeprefix("model.").split(".")
-        projection = parts[-2] if len(parts) > 1 else ""
-        ours = ".".join([*parts[:-2], FUSED.get(projection, projection), parts[-1]])
+        path = name.removeprefix("model.").split(".")
+        projection = path[-2] if len(path) > 1 else ""
+        fused, *span = place.get(projection, (projection,))
+        ours = ".".join([*path[:-2], fused, path[-1]])
         if (ours == "lm_head.weight" and config.tie_embeddings) or name.endswith("rotary_emb.inv_freq"):
             continue
         if ours not in parameters:
             raise UserError(
                 f"the checkpoint has {name}, which this model has no use for: its architecture is not the one that config.json names"
             )
-        rows = parameters[ours].data
-        if projection in FUSED:
-            rows = rows.narrow(0, *span[projection])
-        if rows.shape != tensor.shape:
-            raise UserError(f"{name} has shape {list(tensor.shape)}, but config.json asks for {list(rows.shape)}")
-        rows.copy_(tensor)
-        missing[ours] -= tensor.numel()
+        target = parameters[ours].data
+        if span:
+            target = target.narrow(0, *span)
+        taken = part.take(name, tensor)
+        if target.shape != taken.shape:
+            raise UserError(f"{name} has shape {list(taken.shape)}, but config.json asks for {list(target.shape)}")
+        target.copy_(taken)
+        missing[ours] -= taken.numel()
     if absent := [name for name, left in missing.items() if left]:
         raise UserError(
             f"the checkpoint lacks (parts of) {', '.join(absent[:3])}{' and more' if len(absent) > 3 else ''}"

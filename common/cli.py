@@ -1,66 +1,61 @@
 """The flags that the run.py files share, and how they end."""
 
 import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import Field, fields
+from typing import get_args, get_type_hints
 
-from common.config import DEVICE_DEFAULTS, DTYPES, KERNELS, EngineConfig, UserError
+from common.config import DEVICE_TYPES, EngineConfig, UserError
 
-# flag -> (type, help); the defaults are EngineConfig's
-FLAGS = {
-    "model": (str, "smollm2-135m, a folder in Hugging Face's layout, a hub id, or dummy:NAME for random weights"),
-    "device": (str, "auto, cpu, cuda or cuda:N"),
-    "dtype": (str, f"auto, {', '.join(DTYPES)}"),
-    "attn": (str, f"attention kernels: {', '.join(KERNELS)}"),
-    "max_model_len": (
-        int,
-        "longest sequence in tokens, prompt and output together; never more than the model was made for",
-    ),
-    "max_running": (int, "requests that compute at the same time"),
-    "max_batch_tokens": (int, "positions computed in one step; longer prompts come in chunks of this"),
-    "page_size": (int, "tokens in a page of the KV pool"),
-    "kv_tokens": (int, "size of the KV pool in tokens; on a GPU by default what is free"),
-    "memory_fraction": (
-        float,
-        "share of a GPU's memory for weights, KV pool and the largest step; CUDA graphs come on top",
-    ),
-    "graph": (bool, "replay steps from CUDA graphs"),
-    "graph_max_batch": (int, "requests that decode in the largest CUDA graph"),
-    "graph_max_tokens": (int, "positions in the largest CUDA graph of a step with prompts; 0: record no such steps"),
-    "overlap": (bool, "schedule the next step while the device computes this one"),
-    "radix": (bool, "keep the prefixes of earlier requests and share them"),
-    "tp": (int, "ranks that share the model (tensor parallelism)"),
-    "order": (str, "of the waiting queue: fcfs, or prefix for the longest known prefix first"),
-    "seed": (int, "decides the draws of requests that bring no seed"),
-}
+FIELDS = {field.name: field for field in fields(EngineConfig)}
+KINDS = {name: (get_args(kind) or (kind,))[0] for name, kind in get_type_hints(EngineConfig).items()}  # without None
+SAVE = "write the record and the plots to the stage's `results/`"
 COMMON = ("model", "device", "dtype", "attn", "max_model_len", "seed", "save")
 
 
 def parser(description: str, *extra: str, flags: tuple[str, ...] = COMMON) -> argparse.ArgumentParser:
     """A parser with the common flags and some extra ones. `save` is a switch: write a record and the plots."""
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-    for flag in (*flags, *extra):
-        if flag == "save":
-            result.add_argument(
-                "--save", action="store_true", help="write the record and the plots to this stage's results/"
-            )
-        else:
-            kind, text = FLAGS[flag]
-            by_device = {name: values[flag] for name, values in DEVICE_DEFAULTS.items() if values.get(flag) is not None}
-            default = ", ".join(f"{value} on {name}" for name, value in by_device.items()) or defaults[flag]
-            how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-            name, text = f"--{flag.replace('_', '-')}", f"{text} (default: {default})"
-            result.add_argument(name, default=defaults[flag], help=text, **how)
+    for name in (*flags, *extra):
+        if name == "save":
+            result.add_argument("--save", action="store_true", help=SAVE.replace("`", ""))
+            continue
+        field, kind = FIELDS[name], KINDS[name]
+        how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        same = field.default is not None
+        shown = default(field, "cuda") if same else ", ".join(f"{d}: {default(field, d)}" for d in DEVICE_TYPES)
+        shown = "auto" if field.default == "auto" else shown
+        text = f"{field.metadata['help']} (default: {shown})".replace("`", "")
+        result.add_argument(f"--{name.replace('_', '-')}", default=field.default, help=text, **how)
     return result
+
+
+def default(field: Field, device: str) -> str:
+    """A setting's default on a kind of device, as a person reads it."""
+    if isinstance(words := field.metadata.get(device), str):
+        return words
+    value = field.metadata.get(device, field.default)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"`{value}`" if isinstance(value, str) else f"{value:,}"
+
+
+def flag_table() -> list[str]:
+    """The rows of the README's table: flag, meaning, default on a CPU, default on a GPU."""
+    rows = []
+    for name, field in FIELDS.items():
+        flag = name.replace("_", "-")
+        shown = f"`--{flag}`, `--no-{flag}`" if KINDS[name] is bool else f"`--{flag}`"
+        rows.append((shown, field.metadata["help"], default(field, "cpu"), default(field, "cuda")))
+    rows.append(("`--save`", SAVE, "off", "off"))
+    return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
 def config(args: argparse.Namespace, **changes) -> EngineConfig:
     """The EngineConfig that the flags describe."""
-    known = {field.name for field in dataclasses.fields(EngineConfig)}
-    return EngineConfig(**{key: value for key, value in vars(args).items() if key in known} | changes)
+    return EngineConfig(**{key: value for key, value in vars(args).items() if key in FIELDS} | changes)
 
 
 def leave(status: int) -> None:

@@ -1,9 +1,8 @@
-"""Where tensors live: names to devices and dtypes, host arrays to the device."""
+"""Where tensors live: names to devices and dtypes."""
 
 import os
 import platform
 
-import numpy as np
 import torch
 
 from common.config import DTYPES, UserError
@@ -30,7 +29,7 @@ DTYPE_VARIABLE = "SGLANG_ZERO_DTYPE"  # in the environment: what `auto` means; t
 def cpu_multiplies_bfloat16() -> bool:
     """Does this CPU have instructions that multiply bfloat16?
 
-    On x86, oneDNN's own `_is_mkldnn_bf16_supported` is no answer: it says yes to every AVX-512 CPU, also where each
+    On x86, oneDNN's own `_is_mkldnn_bf16_supported` is no answer: it is True on every AVX-512 CPU, also where each
     product is emulated and takes three times as long as in float32.
     """
     if platform.machine() in ("arm64", "aarch64"):
@@ -46,21 +45,6 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise UserError(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)}")
     return getattr(torch, name)
-
-
-def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host array on the device, without waiting for the device."""
-    return pin(array, device).to(device, non_blocking=True)
-
-
-def pin(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host array in memory that the device can copy from on its own (on a CPU: the array itself).
-
-    Pinned memory comes from PyTorch's caching host allocator, which hands a block out again only after the copy that
-    reads it has run.
-    """
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,18 +1,25 @@
 """CausalLM: Llama, Mistral, Qwen2 and Qwen3 in one file.
 
-A step is a flat list of tokens. The model knows nothing of requests, padding, pages, graphs or ranks: whoever calls it
+A step is a flat list of tokens. The model knows nothing of requests, padding, pages, graphs or ranks: the caller
 passes the positions, and one call-back that does attention and keeps the keys and values wherever it likes.
 """
 
 import math
 from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from common.config import ModelConfig
-from common.interfaces import Attention
 from common.kernels import ops as plain_ops
+
+
+class AttentionCallback(Protocol):
+    """The call-back: attention of the step's tokens over all that they may see."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] of the new tokens -> [T, Hq, D]"""
 
 
 class RMSNorm(nn.Module):
@@ -20,12 +27,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps, self.ops = nn.Parameter(torch.ones(size)), eps, ops
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + delta, its norm)"""
-        return self.ops.add_rms_norm(x, delta, self.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual); without a residual (norm of x, x)."""
+        if residual is None:
+            return self.ops.rms_norm(x, self.weight, self.eps), x
+        residual, x = self.ops.add_rms_norm(residual, x, self.weight, self.eps)
+        return x, residual
 
 
 class SelfAttention(nn.Module):
@@ -33,13 +40,13 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer, self.head_dim, self.eps, self.ops = layer, config.head_dim, config.rms_norm_eps, ops
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, rows, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        size = sum(config.fused["qkv_proj"].values())
+        self.qkv_proj = nn.Linear(config.hidden_size, size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, self.eps, ops) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, self.eps, ops) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionCallback) -> Tensor:
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
         norms = (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None else (None, None)
         q, k, v = self.ops.qk_norm_rope(heads, self.num_heads, self.num_kv_heads, *norms, self.eps, cos, sin)
@@ -50,14 +57,15 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, ops: ModuleType):
         super().__init__()
         self.ops = ops
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        size = sum(config.fused["gate_up_proj"].values())
+        self.gate_up_proj = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, ops: ModuleType):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
@@ -65,11 +73,21 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.mlp = MLP(config, ops)
 
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attention: AttentionCallback
+    ) -> tuple[Tensor, Tensor]:
+        """x [T, hidden_size]: what the layer before adds to residual [T, hidden_size]. Returns the same for the next one:
+        the addition is left to its norm, so that both are one pass over memory."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, cos, sin, attention)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
 
 class CausalLM(nn.Module):
     """Module names are Hugging Face's, except for the fused qkv_proj and gate_up_proj.
 
-    ops: who does the small operations, common.kernels.ops or a module with the same functions.
+    ops: the module of the small operations, common.kernels.ops or one with the same functions.
     """
 
     def __init__(self, config: ModelConfig, ops: ModuleType = plain_ops):
@@ -77,25 +95,21 @@ class CausalLM(nn.Module):
         self.config = config
         # without nn.Embedding's own random values, which on the meta device take seconds of imports
         self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(Layer(config, index, ops) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index, ops) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rope_tables: tuple[Tensor, Tensor] | None = None  # cos and sin, [max_position, 1, head_dim]
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionCallback) -> Tensor:
         """input_ids [T], positions [T] -> hidden states [T, hidden_size], normalised, ready for `head`."""
         cos, sin = (table[positions] for table in self.rope_tables)  # [T, 1, D]
-        x = self.embed_tokens(input_ids)
-        h = self.layers[0].input_layernorm(x)
-        for layer, next_norm in zip(
-            self.layers, [*(n.input_layernorm for n in self.layers[1:]), self.norm], strict=True
-        ):
-            x, h = layer.post_attention_layernorm.add(x, layer.self_attn(h, cos, sin, attention))
-            x, h = next_norm.add(x, layer.mlp(h))
-        return h
+        x, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos, sin, attention)
+        return self.norm(x, residual)[0]
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [S, vocab_size] of the rows that are asked for: hidden [S, hidden_size]."""
+        """Logits [S, vocab_size] for hidden states [S, hidden_size]."""
         return self.lm_head(hidden)
 
     def tie_embeddings(self) -> None:

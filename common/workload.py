@@ -57,8 +57,8 @@ def multi_turn(
 ) -> list[list[Item]]:
     """Conversations that grow, one list of turns each.
 
-    An item's prompt is what the user says in that turn: `first_len` tokens at the beginning, `next_len` in every later
-    turn. Whoever runs them puts all that was said before in front of it, the engine's own answers included.
+    An item's prompt is what the user writes in that turn: `first_len` tokens at the beginning, `next_len` in every later
+    turn. The caller puts the conversation so far in front of it, the engine's own answers included.
     """
     rng = random.Random(seed)
     lengths = [first_len, *[next_len] * (turns - 1)]
@@ -66,7 +66,7 @@ def multi_turn(
 
 
 def online(num_requests: int, rate: float, seed: int = 0) -> list[float]:
-    """When requests arrive, in seconds, ascending: a Poisson process of `rate` requests a second."""
+    """When requests arrive, in seconds, ascending: a Poisson process of `rate` requests per second."""
     rng = random.Random(seed)
     return list(itertools.accumulate(rng.expovariate(rate) for _ in range(num_requests)))
 

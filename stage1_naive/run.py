@@ -1,4 +1,4 @@
-"""Stage 1: a real answer from a real model, one full pass a token; then what that costs.
+"""Stage 1: a real answer from a real model, one full pass per token; then what that costs.
 
 The article's toy generates 64 tokens with and without a cache: seconds measured, FLOPs counted exactly up to 1000.
 """

@@ -1,6 +1,6 @@
 """The article's experiment: a two-layer toy that generates with and without a cache, timed and counted in FLOPs.
 
-Two layers of attention, hidden size 4096, 32 heads, 100 words, random weights. FLOPs (a multiplication and an addition
+Two layers of attention, hidden size 4096, 32 heads, a vocabulary of 100, random weights. FLOPs (a multiplication and an addition
 count as two) are counted by PyTorch from the shapes of every matrix product, so they are exact, and free: on the
 `meta` device nothing is computed.
 """

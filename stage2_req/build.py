@@ -6,12 +6,12 @@ from stage2_req.attention import FullAttention  # NEW
 from stage2_req.cache import NullCacheManager  # NEW
 from stage2_req.engine import Engine  # NEW
 from stage2_req.runner import ModelRunner  # NEW
-from stage2_req.sampling import Sampler  # NEW
+from stage2_req.sampling import GumbelSampler  # NEW
 from stage2_req.scheduler import FCFSScheduler  # NEW
 
 
 def build_engine(config: EngineConfig) -> Engine:
     m = load(config)
     cache = NullCacheManager(m.config.max_model_len)
-    runner = ModelRunner(m.model, FullAttention(m.kernels, m.device))
-    return Engine(m.model.config, FCFSScheduler(cache), cache, runner, Sampler(m.kernels.ops), m.device, config.seed)
+    runner = ModelRunner(m.model, FullAttention(m.kernels, m.device), GumbelSampler(m.kernels.ops))
+    return Engine(m.shape, FCFSScheduler(cache), cache, runner, m.device, m.config.seed)

@@ -1,5 +1,10 @@
 """The cache manager that manages no cache: the null form of the part which stages 3, 4, 5 and 7 build."""
 
+from collections.abc import Sequence
+
+import numpy as np
+
+from stage2_req.parts import CacheStats
 from stage2_req.req import Batch, Req
 
 
@@ -12,8 +17,9 @@ class NullCacheManager:
     def admit(self, req: Req) -> bool:
         return True
 
-    def extend(self, batch: Batch) -> None:
-        pass
+    def allocate(self, picks: Sequence[tuple[Req, int]]) -> np.ndarray:
+        """There is no table: every request has index 0."""
+        return np.zeros(len(picks), np.int64)
 
     def commit(self, batch: Batch) -> None:
         pass
@@ -21,8 +27,8 @@ class NullCacheManager:
     def release(self, req: Req) -> None:
         pass
 
-    def usage(self) -> float:
-        return 0.0
+    def stats(self) -> CacheStats:
+        return CacheStats()
 
     def check_integrity(self) -> None:
         pass

@@ -1,30 +1,14 @@
 """The engine: takes requests in, drives the parts step by step, hands tokens out. It knows token ids, never text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from common.config import ModelConfig, UserError
-from common.device import upload
-from common.interfaces import CacheManager, Runner, Scheduler
-from common.interfaces import Sampler as SamplerPart
-from stage2_req.params import SamplingParams, check_vocab
-from stage2_req.req import Batch, Output, Req
-from stage2_req.sampling import Samples
-
-
-@dataclass
-class Stats:
-    running: int = 0  # requests
-    waiting: int = 0
-    usage: float = 0.0  # share of the cache in use, 0 to 1
-    steps: int = 0
-    computed_tokens: int = 0  # positions that went through the model
-    output_tokens: int = 0
+from stage2_req.params import SamplingParams, check_vocab, token_ids
+from stage2_req.parts import CacheManager, Runner, Scheduler, Stats
+from stage2_req.req import Batch, Output, Req, Samples
 
 
 class Engine:
@@ -34,22 +18,24 @@ class Engine:
         scheduler: Scheduler,
         cache: CacheManager,
         runner: Runner,
-        sampler: SamplerPart,
         device: torch.device,
         seed: int = 0,
     ):
         self.model, self.device, self.seed = model, device, seed
-        self.scheduler, self.cache, self.runner, self.sampler = scheduler, cache, runner, sampler
+        self.scheduler, self.cache, self.runner = scheduler, cache, runner
         self.next_uid = 0
-        self.counts = Stats()
+        self.steps = self.computed_tokens = self.output_tokens = 0
 
     # --- for callers that stream: add, step, abort ---
 
-    def add(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Queue a request; returns its uid. Raises UserError if it can't be served, and then nothing has changed."""
-        req = self.make_req(self.next_uid, prompt_ids, params)
-        self.next_uid += 1
+    def add(self, prompt_ids: Sequence[int], params: SamplingParams, uid: int | None = None) -> int:
+        """Queue a request; returns its uid, the caller's or the next free number.
+
+        Raises UserError if it can't be served, and then nothing has changed.
+        """
+        req = self.make_req(prompt_ids, params, self.next_uid if uid is None else uid)
         self.scheduler.add(req)
+        self.next_uid = max(self.next_uid, req.uid + 1)
         return req.uid
 
     def abort(self, uid: int) -> bool:
@@ -65,8 +51,8 @@ class Engine:
         return [] if batch is None else self.collect(batch, self.launch(batch))
 
     def stats(self) -> Stats:
-        queues = self.scheduler
-        return replace(self.counts, running=len(queues.running), waiting=len(queues.waiting), usage=self.cache.usage())
+        parts = vars(self.scheduler.stats()) | vars(self.cache.stats())
+        return Stats(**parts, steps=self.steps, computed_tokens=self.computed_tokens, output_tokens=self.output_tokens)
 
     # --- for callers that wait ---
 
@@ -79,6 +65,10 @@ class Engine:
         """Run prompts (lists of token ids) to their end; returns their finished requests in the same order."""
         if self.scheduler.has_work():
             raise UserError("generate needs an idle engine; step() the requests that are under way to their end first")
+        if not isinstance(prompts, Sequence) or not isinstance(params, SamplingParams | Sequence):
+            raise UserError(
+                "generate takes a list of prompts, each a list of token ids, and SamplingParams for all or for each"
+            )
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
@@ -86,7 +76,7 @@ class Engine:
                 f"there are {len(prompts)} prompts and {len(params)} params; give one for all, or one for each"
             )
         pairs = enumerate(zip(prompts, params, strict=True), self.next_uid)
-        reqs = [self.make_req(uid, ids, p) for uid, (ids, p) in pairs]  # all are checked before any starts
+        reqs = [self.make_req(ids, p, uid) for uid, (ids, p) in pairs]  # all are checked before any starts
         self.next_uid += len(reqs)
         for req in reqs:
             self.scheduler.add(req)
@@ -94,7 +84,7 @@ class Engine:
             with tqdm(total=len(reqs), unit="req", disable=not progress) as bar:
                 while self.has_work():
                     if done := sum(output.finish_reason is not None for output in self.step()):
-                        bar.set_postfix(tokens=self.counts.output_tokens, refresh=False)
+                        bar.set_postfix(tokens=self.output_tokens, refresh=False)
                         bar.update(done)
         except BaseException:  # Ctrl-C too: leave nothing behind
             for req in reqs:
@@ -105,8 +95,12 @@ class Engine:
 
     # --- inside a step ---
 
-    def make_req(self, uid: int, prompt_ids: Sequence[int], params: SamplingParams) -> Req:
-        prompt, limit = [int(token) for token in prompt_ids], self.cache.max_len
+    def make_req(self, prompt_ids: Sequence[int], params: SamplingParams, uid: int) -> Req:
+        prompt, limit = token_ids(prompt_ids, "the prompt"), self.cache.max_len
+        if not isinstance(params, SamplingParams):
+            raise UserError(f"params is {params!r:.80}; it must be SamplingParams")
+        if not isinstance(uid, int):
+            raise UserError(f"uid is {uid!r:.80}; it must be a whole number")
         if not prompt:
             raise UserError("the prompt is empty; give at least one token")
         if len(prompt) > limit:
@@ -123,25 +117,17 @@ class Engine:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Samples:
-        """Enqueue a step on the device. The lengths move now, before anybody knows the tokens."""
-        batch.input_ids = self.input_ids(batch)
-        samples = self.sampler(self.runner.run(batch), batch.sampled)
+        """Enqueue a step on the device. The lengths move now, before the tokens are known."""
+        samples = self.runner.forward(batch)
         self.cache.commit(batch)
         for req in batch.sampled:
             req.device_len += 1
-        self.counts.steps += 1
-        self.counts.computed_tokens += batch.num_tokens
+        self.steps += 1
+        self.computed_tokens += batch.num_tokens
         return samples
-
-    def input_ids(self, batch: Batch) -> Tensor:
-        """The tokens [T] at the new positions."""
-        ids = []
-        for req, start, end in zip(batch.reqs, batch.starts.tolist(), batch.ends.tolist(), strict=True):
-            ids += req.token_ids[start:end]
-        return upload(np.array(ids), self.device)
 
     def collect(self, batch: Batch, samples: Samples) -> list[Output]:
         """Wait for a step's tokens and book them."""
         outputs = self.scheduler.update(batch, *samples.to_host())
-        self.counts.output_tokens += len(outputs)
+        self.output_tokens += len(outputs)
         return outputs

@@ -1,7 +1,7 @@
 """SamplingParams: what a request wants."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
@@ -25,7 +25,7 @@ NUMBERS = {  # field -> (kind, lowest, highest)
     "logprobs": (int, 0, MAX_LOGPROBS),
     "max_tokens": (int, 1, MAX_COUNT),
 }
-OPTIONAL, POSITIVE = ("seed", "logprobs"), ("top_p", "repetition_penalty")
+OPTIONAL, POSITIVE = ("seed", "logprobs"), ("repetition_penalty",)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SamplingParams:
 
     temperature: float = 0.0  # 0: always the likeliest token
     top_k: int = 0  # only the k likeliest tokens; 0 or -1: all
-    top_p: float = 1.0  # only the likeliest tokens that together reach this probability (nucleus)
+    top_p: float = 1.0  # only the likeliest tokens that together reach this probability (nucleus); 0: the likeliest
     min_p: float = 0.0  # only tokens at least this likely, relative to the likeliest
     seed: int | None = None
     repetition_penalty: float = 1.0  # > 1 discourages every token of prompt and output (Keskar et al., 2019)
@@ -58,37 +58,42 @@ class SamplingParams:
                 check_range(name, value, low, high, open_low=name in POSITIVE)
             if type(value) is not kind:
                 object.__setattr__(self, name, kind(value))
+        if not isinstance(self.logit_bias, Mapping):
+            raise UserError(f"logit_bias is {self.logit_bias!r:.80}; it must be a mapping of token ids to numbers")
         for token, bias in self.logit_bias.items():
             check_range(f"logit_bias of token {token}", bias, -100, 100)
-        object.__setattr__(self, "logit_bias", {index(t): float(bias) for t, bias in self.logit_bias.items()})
-        object.__setattr__(self, "stop_token_ids", frozenset(map(index, self.stop_token_ids)))
-
-    @cached_property
-    def adjusts(self) -> bool:
-        """Does it change logits one by one, looking at the text so far?"""
-        return bool(self.penalizes or self.logit_bias)
-
-    @cached_property
-    def penalizes(self) -> bool:
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        bias = zip(token_ids(self.logit_bias, "logit_bias"), map(float, self.logit_bias.values()), strict=True)
+        object.__setattr__(self, "logit_bias", dict(bias))
+        object.__setattr__(self, "stop_token_ids", frozenset(token_ids(self.stop_token_ids, "stop_token_ids")))
 
     @cached_property
     def deterministic(self) -> bool:
-        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+        """The likeliest token, always."""
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1 or self.top_p == 0
 
     @cached_property
     def filters(self) -> bool:
+        """Are unlikely tokens ruled out before a draw?"""
         return not self.deterministic and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @cached_property
-    def simple(self) -> bool:
-        """One draw from the raw logits is all it takes."""
-        return not self.filters and not self.adjusts and self.logprobs is None
+    def adjusts(self) -> bool:
+        """Are single logits changed?"""
+        penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
+        return any(penalties) or bool(self.logit_bias)
 
     @cached_property
-    def greedy(self) -> bool:
-        """One argmax over the raw logits is all it takes."""
-        return self.deterministic and self.simple
+    def plain(self) -> bool:
+        """The likeliest token, or one draw from the model's logits, is all it takes."""
+        return not self.filters and not self.adjusts and self.logprobs is None
+
+
+def token_ids(values: Iterable[int], name: str) -> list[int]:
+    """The values as Python's whole numbers. Raises UserError for anything else, such as text."""
+    try:
+        return [index(value) for value in values]
+    except TypeError as error:
+        raise UserError(f"{name} must be token ids, which are whole numbers, not {values!r:.80}") from error
 
 
 def check_vocab(params: SamplingParams, vocab_size: int) -> None:

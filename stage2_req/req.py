@@ -1,38 +1,48 @@
-"""Req: one request and how far it has come. Batch: one step. Output: one token on its way out.
+"""Req: one request and how far it has come. Batch: one step, as it was decided. ForwardBatch: the same for the device.
+Samples: what comes of it. Output: one token on its way out.
 
-Three lengths tell where a request stands, and their difference is what a step computes:
+Three lengths say where a request stands, and their difference is what a step computes:
 
     cached_len <= device_len <= max_device_len        extend_len = device_len - cached_len
 
 The first `cached_len` positions have their K and V in memory; `device_len` positions have a token on the device. A
-prompt is `extend_len = prompt_len`, a decode step `extend_len = 1`, and nothing else tells the two apart.
+prompt is `extend_len = prompt_len`, a decode step `extend_len = 1`, and nothing else distinguishes the two.
 """
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from common.device import upload
+from stage2_req.params import SamplingParams
 
-if TYPE_CHECKING:
-    from stage2_req.params import SamplingParams
-    from stage2_req.sampling import Logprobs
+Metadata = TypeVar("Metadata")  # what an attention derives from a batch, once a step
+
+
+class Logprobs(NamedTuple):
+    """Of one token, under the model's own distribution (before penalties, temperature and filters)."""
+
+    chosen: float
+    top: list[tuple[int, float]]  # (token id, log-probability), likeliest first
 
 
 class Req:
     """A request (vLLM: Request, its state and its sequence in one).
 
-    Written by others: cached_len by the cache manager, device_len by the engine, all the rest by the scheduler.
+    Written by others: cached_len and cached_tokens by the cache manager, device_len by the engine, all the rest by the
+    scheduler.
     """
 
     def __init__(
         self,
         uid: int,
         prompt_ids: list[int],
-        params: "SamplingParams",
+        params: SamplingParams,
         seed: int,
         max_len: int,
         eos_ids: frozenset[int],
@@ -43,7 +53,8 @@ class Req:
         self.prompt_len = len(prompt_ids)
         self.cached_len = 0
         self.device_len = self.prompt_len
-        self.max_device_len = min(self.prompt_len + params.max_tokens, max_len + 1)  # the last token needs no row
+        self.max_device_len = min(self.prompt_len + params.max_tokens, max_len + 1)  # the last token needs no slot
+        self.cached_tokens: int | None = None  # of the prompt: in the cache already when it was first admitted
         self.finish_reason: str | None = None  # eos | stop_token | max_tokens | length | abort
         self.logprobs: list[Logprobs] = []
         self.arrived_at = time.perf_counter()
@@ -67,45 +78,85 @@ class Req:
         return "max_tokens" if len(self.token_ids) == self.prompt_len + self.params.max_tokens else "length"
 
 
+@dataclass(frozen=True, eq=False)
 class Batch:
-    """One step, frozen when it is scheduled, because the requests' own lengths move on before the host reads the tokens.
+    """One step, as the scheduler decided it. Frozen, because the requests' own lengths move on before the host reads
+    the tokens of the step. Arrays are [B], one entry per request, on the host."""
 
-    Requests with one new position come first, the longest at the head: a device that starts with the longest pieces of
-    work finishes all of them soonest. Arrays are [B] int64 on the host: `lens` new positions of each request,
-    which are positions `starts` to `ends`, `num_tokens` in all; `samples`: is the last of them the request's newest token, so that the next
-    one is to be sampled? `rows` is the cache manager's own index of each request.
-    """
+    reqs: tuple[Req, ...]  # those with one new position first
+    num_decodes: int  # how many of those there are
+    table_idx: np.ndarray  # the cache manager's own index of each request
+    prefix_lens: np.ndarray  # positions that are cached
+    extend_lens: np.ndarray  # new positions, which this step computes
+    seq_lens: np.ndarray  # their sum
+    sample_mask: np.ndarray  # does the step reach the request's newest token, so that the next one is sampled?
+    sampled: tuple[Req, ...]  # [S] the requests for which it does
 
-    def __init__(self, picks: list[tuple[Req, int]]):
-        """picks: (request, how many of its positions to compute)."""
-        decodes = [pick for pick in picks if pick[1] == 1]
-        chunks = [pick for pick in picks if pick[1] > 1] if len(decodes) < len(picks) else []
-        decodes.sort(key=lambda pick: -pick[0].cached_len)
-        self.num_decode = len(decodes)
-        self.reqs, lens = zip(*decodes, *chunks, strict=True)
-        self.lens, self.num_tokens = np.array(lens), sum(lens)
-        self.starts = self.gather("cached_len")
-        self.ends = self.starts + self.lens
-        self.samples = self.ends == self.gather("device_len")
-        self.sampled = [req for req, samples in zip(self.reqs, self.samples.tolist(), strict=True) if samples]
-        self.rows: np.ndarray | None = None
+    @classmethod
+    def build(cls, picks: Sequence[tuple[Req, int]], table_idx: Sequence[int] | np.ndarray) -> "Batch | None":
+        """picks: (request, how many of its positions to compute), whose memory is allocated. None without any."""
+        if not picks:
+            return None
+        reqs, lens = zip(*picks, strict=True)
+        extend_lens, table_idx = np.array(lens), np.asarray(table_idx, np.int64)
+        is_decode = extend_lens == 1
+        num_decodes = int(is_decode.sum())
+        if not is_decode[:num_decodes].all():
+            order = np.argsort(~is_decode, kind="stable")
+            reqs, extend_lens, table_idx = tuple(reqs[i] for i in order), extend_lens[order], table_idx[order]
+        prefix_lens = np.fromiter(map(attrgetter("cached_len"), reqs), np.int64, len(reqs))
+        seq_lens = prefix_lens + extend_lens
+        mask = seq_lens == np.fromiter(map(attrgetter("device_len"), reqs), np.int64, len(reqs))
+        sampled = reqs if mask.all() else tuple(req for req, samples in zip(reqs, mask, strict=True) if samples)
+        return cls(reqs, num_decodes, table_idx, prefix_lens, extend_lens, seq_lens, mask, sampled)
 
-    def gather(self, attribute: str) -> np.ndarray:
-        """One number of each request, [B] int64."""
-        return np.fromiter(map(attrgetter(attribute), self.reqs), np.int64, len(self.reqs))
+    @property
+    def num_tokens(self) -> int:
+        return int(self.extend_lens.sum())
 
-    def token_positions(self) -> np.ndarray:
-        """The position of every token of the step [T], on the host."""
-        return np.arange(self.num_tokens) + np.repeat(self.ends - self.lens.cumsum(), self.lens)
+    def input_ids(self) -> np.ndarray:
+        """The tokens at the new positions, [T] int64."""
+        ids = []
+        for req, start, end in zip(self.reqs, self.prefix_lens.tolist(), self.seq_lens.tolist(), strict=True):
+            ids += req.token_ids[start:end]
+        return np.array(ids)
 
-    def last_tokens(self) -> np.ndarray:
-        """Where in the step the tokens are whose logits are to be sampled [S], on the host."""
-        return (self.lens.cumsum() - 1)[self.samples]
+    def positions(self) -> np.ndarray:
+        """[T] int64"""
+        if self.num_decodes == len(self.reqs):
+            return self.prefix_lens
+        offsets = self.seq_lens - self.extend_lens.cumsum()
+        return np.arange(self.num_tokens) + np.repeat(offsets, self.extend_lens)
 
-    def prepare(self, device: torch.device) -> None:
-        """Both as tensors on the device: positions [T] and last_index [S]."""
-        self.positions = upload(self.token_positions(), device)
-        self.last_index = upload(self.last_tokens(), device)
+    def last_indices(self) -> np.ndarray:
+        """Where among the T tokens those are whose logits are sampled, [S] int64."""
+        return (self.extend_lens.cumsum() - 1)[self.sample_mask]
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBatch(Generic[Metadata]):
+    """What one pass of the model needs, on the device."""
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] integers
+    last_indices: Tensor | None  # [S] the tokens whose logits are sampled; None: all of them
+    metadata: Metadata  # what the attention derived from the batch
+
+
+@dataclass(eq=False)
+class Samples:
+    """What a step sampled."""
+
+    tokens: Tensor  # [S] int64
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None  # chosen [S], top values [S, k], top ids [S, k]
+
+    def to_host(self) -> tuple[list[int], list[Logprobs] | None]:
+        """Waits for the device."""
+        if self.logprobs is None:
+            return self.tokens.tolist(), None
+        columns = zip(*(t.tolist() for t in self.logprobs), strict=True)
+        logprobs = [Logprobs(chosen, list(zip(ids, top, strict=True))) for chosen, top, ids in columns]
+        return self.tokens.tolist(), logprobs
 
 
 class Output(NamedTuple):
@@ -114,8 +165,23 @@ class Output(NamedTuple):
     req: Req
     token_id: int
     finish_reason: str | None = None
-    logprobs: "Logprobs | None" = None
+    logprobs: Logprobs | None = None
 
     @property
     def uid(self) -> int:
         return self.req.uid
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """A host array on the device, without waiting for the device."""
+    return pin(array, device).to(device, non_blocking=True)
+
+
+def pin(array: np.ndarray, device: torch.device) -> Tensor:
+    """A host array in memory that the device can copy from on its own (on a CPU: the array itself).
+
+    Pinned memory comes from PyTorch's caching host allocator, which hands a block out again only after the copy that
+    reads it has run.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory()

@@ -1,21 +1,41 @@
-"""One pass of the model over a batch."""
+"""One pass of the model over a batch, and of the sampler over what comes out."""
+
+from functools import partial
 
 from torch import Tensor
 
-from common.interfaces import Attention
 from common.model import CausalLM
-from stage2_req.req import Batch
+from stage2_req.parts import Attention, Sampler
+from stage2_req.req import Batch, ForwardBatch, Samples, upload
 
 
 class ModelRunner:
     """Runs the model eagerly: kernel by kernel, as Python comes to them."""
 
-    def __init__(self, model: CausalLM, attention: Attention):
-        self.model, self.attention, self.device = model, attention, model.norm.weight.device
+    def __init__(self, model: CausalLM, attention: Attention, sampler: Sampler):
+        self.model, self.attention, self.sampler = model, attention, sampler
+        self.device = model.norm.weight.device
 
-    def run(self, batch: Batch) -> Tensor:
-        """Logits [S, V] of the requests in batch.sampled."""
-        batch.prepare(self.device)
-        self.attention.plan(batch)
-        hidden = self.model(batch.input_ids, batch.positions, self.attention)
-        return self.model.head(hidden[batch.last_index])
+    def forward(self, batch: Batch) -> Samples:
+        """One token for each request in batch.sampled."""
+        hidden = self.compute(self.prepare(batch))
+        return self.sampler(self.model.head(hidden), batch.sampled)
+
+    def prepare(self, batch: Batch) -> ForwardBatch:
+        """The batch for the device."""
+        all_sampled = len(batch.sampled) == batch.num_tokens
+        return ForwardBatch(
+            input_ids=self.input_ids(batch),
+            positions=upload(batch.positions(), self.device),
+            last_indices=None if all_sampled else upload(batch.last_indices(), self.device),
+            metadata=self.attention.plan(batch),
+        )
+
+    def input_ids(self, batch: Batch) -> Tensor:
+        """[T] int64"""
+        return upload(batch.input_ids(), self.device)
+
+    def compute(self, step: ForwardBatch) -> Tensor:
+        """Hidden states [S, hidden_size] of the tokens whose logits are sampled."""
+        hidden = self.model(step.input_ids, step.positions, partial(self.attention, step.metadata))
+        return hidden if step.last_indices is None else hidden[step.last_indices]

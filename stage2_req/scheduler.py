@@ -1,11 +1,11 @@
-"""Who computes in the next step, and who is done. Owns the two queues; knows nothing of tensors."""
+"""Which requests compute in the next step, and which are done. Owns the two queues; knows nothing of tensors."""
 
 import time
 from collections import deque
 
-from common.interfaces import CacheManager
-from stage2_req.req import Batch, Output, Req
-from stage2_req.sampling import Logprobs
+from common.config import UserError
+from stage2_req.parts import CacheManager, SchedulerStats
+from stage2_req.req import Batch, Logprobs, Output, Req
 
 
 class FCFSScheduler:
@@ -13,32 +13,32 @@ class FCFSScheduler:
 
     def __init__(self, cache: CacheManager):
         self.cache = cache
+        self.reqs: dict[int, Req] = {}  # by uid; all that have not ended
         self.waiting: deque[Req] = deque()
         self.running: list[Req] = []  # oldest first
 
     def add(self, req: Req) -> None:
+        """Raises UserError if another request has the same uid."""
+        if req.uid in self.reqs:
+            raise UserError(f"uid {req.uid} belongs to a request that has not ended; choose another")
+        self.reqs[req.uid] = req
         self.waiting.append(req)
 
     def abort(self, uid: int) -> bool:
         """End a request, whatever its state; False if it is not here (any more)."""
-        for req in (*self.running, *self.waiting):
-            if req.uid == uid:
-                self.finish(req, "abort")
-                return True
-        return False
+        if uid not in self.reqs:
+            return False
+        self.finish(self.reqs[uid], "abort")
+        return True
 
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.reqs)
 
     def schedule(self) -> Batch | None:
         if not self.running and self.waiting and self.cache.admit(self.waiting[0]):
             self.running.append(self.waiting.popleft())
         picks = [(req, req.extend_len) for req in self.running if req.extend_len]
-        if not picks:
-            return None
-        batch = Batch(picks)
-        self.cache.extend(batch)
-        return batch
+        return Batch.build(picks, self.cache.allocate(picks))
 
     def update(self, batch: Batch, tokens: list[int], logprobs: list[Logprobs] | None = None) -> list[Output]:
         """Append what the step sampled for its S requests and end those that are done."""
@@ -59,8 +59,12 @@ class FCFSScheduler:
 
     def finish(self, req: Req, reason: str) -> None:
         req.finish_reason, req.finished_at = reason, time.perf_counter()
+        del self.reqs[req.uid]
         if req in self.running:
             self.running.remove(req)
             self.cache.release(req)
         else:
             self.waiting.remove(req)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(len(self.running), len(self.waiting))

@@ -1,11 +1,9 @@
-"""A look into the steps: wrap any runner to keep a record of what it was asked to do."""
+"""A look into the steps: wrap any runner to keep a list of what it was asked to do."""
 
 from typing import NamedTuple
 
-from torch import Tensor
-
-from common.interfaces import Runner
-from stage2_req.req import Batch
+from stage2_req.parts import Runner
+from stage2_req.req import Batch, Samples
 
 
 class TraceRow(NamedTuple):
@@ -25,9 +23,9 @@ class TracedRunner:
     def clear(self) -> None:
         self.rows, self.step = [], 0
 
-    def run(self, batch: Batch) -> Tensor:
-        columns = (batch.reqs, batch.starts.tolist(), batch.lens.tolist(), batch.samples.tolist())
+    def forward(self, batch: Batch) -> Samples:
+        columns = (batch.reqs, batch.prefix_lens.tolist(), batch.extend_lens.tolist(), batch.sample_mask.tolist())
         for req, start, length, samples in zip(*columns, strict=True):
             self.rows.append(TraceRow(self.step, req.uid, start, req.device_len, length, samples))
         self.step += 1
-        return self.runner.run(batch)
+        return self.runner.forward(batch)

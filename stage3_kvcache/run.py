@@ -1,4 +1,4 @@
-"""Stage 3: the same text as stage 1, at a price a token that stays flat; and what the memory for it costs."""
+"""Stage 3: the same text as stage 1, at a price per token that stays flat; and what the memory for it costs."""
 
 import sys
 from pathlib import Path
@@ -39,7 +39,7 @@ def race(args) -> dict:
     tokenizer = load_tokenizer(args.model)
     prompt = tokenizer.chat([{"role": "user", "content": args.prompt}]) if tokenizer else list(range(1, 33))
 
-    report.heading("With a cache: prefill once, then one new position a step")
+    report.heading("With a cache: prefill once, then one new position per step")
     engine = build_engine(cli.config(args))
     engine.runner = trace = TracedRunner(engine.runner)
     engine.generate([prompt], SamplingParams(max_tokens=2))  # warm
@@ -78,7 +78,7 @@ def race(args) -> dict:
     table.append(
         ["stage 1 / stage 3", *(round(a / max(b, 1e-9), 1) for a, b in zip(table[0][1:], table[1][1:], strict=True))]
     )
-    report.table("Milliseconds a token", ["", "first token", "first quarter", "last quarter", "all, seconds"], table)
+    report.table("Milliseconds per token", ["", "first token", "first quarter", "last quarter", "all, seconds"], table)
     return {
         "table": table,
         "naive_ms": naive.round(1).tolist(),
@@ -88,7 +88,7 @@ def race(args) -> dict:
 
 
 def memory() -> list:
-    report.heading("What it costs: 2 x layers x KV heads x head size x bytes, a token")
+    report.heading("What it costs: 2 x layers x KV heads x head size x bytes, per token")
     rows = []
     for name, heads, label in (
         ("smollm2-135m", None, "as it is"),
@@ -102,7 +102,7 @@ def memory() -> list:
             [name, label, heads, round(token / 1024, 1), round(token * 4096 / 2**30, 2), int(80e9 // (token * 4096))]
         )
     report.table(
-        "bfloat16", ["model", "", "KV heads", "KiB a token", "GiB for 4,096 tokens", "such requests in 80 GB"], rows
+        "bfloat16", ["model", "", "KV heads", "KiB per token", "GiB for 4,096 tokens", "such requests in 80 GB"], rows
     )
     return rows
 

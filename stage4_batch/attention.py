@@ -1,83 +1,109 @@
 """Attention of a mixed step: decodes in one call, chunks of prompts in another, whatever the number of requests."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.config import UserError
-from common.device import upload
 from common.kernels import Kernels
 from stage2_req.attention import cu_seqlens
-from stage2_req.req import Batch
+from stage2_req.req import Batch, upload
 from stage3_kvcache.kv_pool import KVCachePool
-from stage4_batch.cache import SlotCacheManager
+from stage4_batch.page_table import PageTable
 
 
-class SlotAttention:
-    """The first `num_decode` tokens of a step are decodes, one a request; the others are chunks, laid end to end."""
+@dataclass(frozen=True, eq=False)
+class Decodes:
+    """Requests with one new token, the first D tokens of a step."""
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        pool: KVCachePool,
-        cache: SlotCacheManager,
-        device: torch.device,
-        block_size: int | None = None,
-    ):
-        """block_size: rows of the pool that lie together, a slot or a page. Raises UserError if kernels can't read such."""
-        self.kernels, self.pool, self.cache, self.device = kernels, pool, cache, device
-        self.block_size = block_size or cache.max_len
-        if self.block_size % kernels.block_multiple:
+    cache_seqlens: Tensor  # [D] int32 tokens in the pool when the kernel starts
+    page_table: Tensor  # [D, pages] int32
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Requests with several new tokens, laid end to end."""
+
+    cu_seqlens_q: Tensor  # [C + 1] int32
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    page_table: Tensor | None  # [C, pages] int32; None: the step brings all their keys and values along
+
+
+@dataclass(frozen=True, eq=False)
+class PagedMetadata:
+    out_loc: Tensor | None  # [T] int64 slots of the new tokens; None: only decodes, whose kernel stores them itself
+    decodes: Decodes | None
+    chunks: Chunks | None
+
+
+class PagedAttention:
+    """Over a pool of pages, of whatever size: also over fixed regions, which are pages of max_len tokens."""
+
+    def __init__(self, kernels: Kernels, pool: KVCachePool, page_table: PageTable):
+        """Raises UserError if the kernels can't read pages of this size."""
+        self.kernels, self.pool, self.page_table = kernels, pool, page_table
+        self.device, size = page_table.device.device, page_table.page_size
+        if size % kernels.block_multiple:
             raise UserError(
-                f"--attn {kernels.name} reads keys in blocks of {kernels.block_multiple} tokens, not {self.block_size}; "
+                f"--attn {kernels.name} reads keys in blocks of {kernels.block_multiple} tokens, not {size}; "
                 "make the page size (without pages: --max-model-len) a multiple of that, or use another --attn"
             )
 
-    def plan(self, batch: Batch) -> None:
-        d = self.num_decode = batch.num_decode
-        rows = upload(np.repeat(batch.rows, batch.lens), self.device)
-        self.out_loc = self.locate(rows, batch.positions)  # [T]
-        if d:
-            self.seqlens = upload(batch.ends[:d].astype(np.int32), self.device)
-            self.blocks = self.find_blocks(batch)
-        if d < len(batch.reqs):
-            lens, ends = batch.lens[d:], batch.ends[d:]
-            self.cu_q, self.max_q = cu_seqlens(lens, self.device), int(lens.max())
-            self.cu_k, self.max_k = cu_seqlens(ends, self.device), int(ends.max())
-            # blocks of the chunks' requests [B, blocks], or None: then the chunks bring all their keys along
-            self.context = self.find_context(batch) if batch.starts[d:].any() else None
+    def plan(self, batch: Batch) -> PagedMetadata:
+        d = batch.num_decodes
+        if d == len(batch.reqs):
+            return PagedMetadata(None, Decodes(self.int32(batch.prefix_lens), self.pages_of(batch, slice(d))), None)
+        out_loc = self.page_table.slots(np.repeat(batch.table_idx, batch.extend_lens), batch.positions())
+        decodes = Decodes(self.int32(batch.seq_lens[:d]), self.pages_of(batch, slice(d))) if d else None
+        extend_lens, seq_lens = batch.extend_lens[d:], batch.seq_lens[d:]
+        chunks = Chunks(
+            cu_seqlens_q=cu_seqlens(extend_lens, self.device),
+            cu_seqlens_k=cu_seqlens(seq_lens, self.device),
+            max_seqlen_q=int(extend_lens.max()),
+            max_seqlen_k=int(seq_lens.max()),
+            page_table=self.pages_of(batch, slice(d, None)) if batch.prefix_lens[d:].any() else None,
+        )
+        return PagedMetadata(upload(out_loc, self.device), decodes, chunks)
 
-    def locate(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Pool rows [N] of the positions [N] of the requests in the cache manager's rows [N]."""
-        return rows * self.block_size + positions
+    def pages_of(self, batch: Batch, part: slice) -> Tensor:
+        """The table of a part of the batch [B, pages], only as wide as the longest request needs."""
+        width = -(-int(batch.seq_lens[part].max()) // self.page_table.page_size)
+        return self.page_table.device[upload(batch.table_idx[part], self.device), :width]
 
-    def find_blocks(self, batch: Batch) -> dict[str, Tensor]:
-        """Where the decode kernel finds each request."""
-        return {"cache_batch_idx": upload(batch.rows[: batch.num_decode].astype(np.int32), self.device)}
+    def int32(self, numbers: np.ndarray) -> Tensor:
+        return upload(numbers.astype(np.int32), self.device)
 
-    def find_context(self, batch: Batch) -> Tensor:
-        """Where the prefill kernel finds each request with a chunk: a slot is one long block."""
-        return upload(batch.rows[batch.num_decode :, None].astype(np.int32), self.device)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, metadata: PagedMetadata, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
-        self.pool.store(layer, self.out_loc, k, v)
-        d, parts = self.num_decode, []
-        if d:
-            parts.append(self.decode(layer, q[:d], self.seqlens, **self.blocks))
-        if d < len(q):
-            keys = (k[d:], v[d:]) if self.context is None else self.blocks_of(layer)
-            bounds = (self.cu_q, self.cu_k, self.max_q, self.max_k)
-            prefill = self.kernels.flash_attn_varlen_func
-            parts.append(prefill(q[d:], *keys, *bounds, causal=True, block_table=self.context))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        decodes, chunks = metadata.decodes, metadata.chunks
+        if chunks is None:
+            return self.decode(decodes, layer, q, k[:, None], v[:, None])
+        self.kernels.ops.store_kv(self.pool.k[layer], self.pool.v[layer], metadata.out_loc, k, v)
+        if decodes is None:
+            return self.prefill(chunks, layer, q, k, v)
+        d = len(decodes.cache_seqlens)
+        return torch.cat((self.decode(decodes, layer, q[:d]), self.prefill(chunks, layer, q[d:], k[d:], v[d:])))
 
-    def decode(self, layer: int, q: Tensor, seqlens: Tensor, **more: Tensor) -> Tensor:
-        """One query a request, q [B, Hq, D], against what the pool holds of it; `more` goes to the kernel as it is."""
+    def decode(
+        self, decodes: Decodes, layer: int, q: Tensor, k: Tensor | None = None, v: Tensor | None = None
+    ) -> Tensor:
+        """One query per request, q [D, Hq, D]; k and v [D, 1, Hkv, D] of tokens that are not in the pool yet."""
+        lens, table = decodes.cache_seqlens, decodes.page_table
         decode = self.kernels.flash_attn_with_kvcache
-        return decode(q[:, None], *self.blocks_of(layer), cache_seqlens=seqlens, causal=True, **more)[:, 0]
+        return decode(q[:, None], *self.pages(layer), k, v, cache_seqlens=lens, block_table=table, causal=True)[:, 0]
 
-    def blocks_of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The pool's K and V, [num_blocks, block_size, num_kv_heads, head_dim]."""
+    def prefill(self, chunks: Chunks, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Many queries per request."""
+        keys = (k, v) if chunks.page_table is None else self.pages(layer)
+        bounds = chunks.cu_seqlens_q, chunks.cu_seqlens_k, chunks.max_seqlen_q, chunks.max_seqlen_k
+        return self.kernels.flash_attn_varlen_func(q, *keys, *bounds, causal=True, block_table=chunks.page_table)
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The pool's K and V, [num_pages, page_size, num_kv_heads, head_dim]."""
         k, v = self.pool.k[layer], self.pool.v[layer]
-        return k.view(-1, self.block_size, *k.shape[1:]), v.view(-1, self.block_size, *v.shape[1:])
+        shape = (-1, self.page_table.page_size, *k.shape[1:])
+        return k.view(shape), v.view(shape)

@@ -1,4 +1,4 @@
-"""Stage 4: what batching brings, and what a long prompt does to those who are already being answered."""
+"""Stage 4: what batching brings, and what a long prompt does to requests that are already being answered."""
 
 import sys
 import time
@@ -59,7 +59,7 @@ def throughput(args, steps: int = 8) -> list:
                 round(size / step / (rows[0][2] if rows else size / step), 1),
             ]
         )
-    report.table("", ["requests", "ms a step", "tokens/s", "x one request"], rows)
+    report.table("", ["requests", "ms per step", "tokens/s", "x one request"], rows)
     return rows
 
 
@@ -99,7 +99,7 @@ def stream(engine: Engine, long_prompt: int) -> tuple[list[float], float]:
 
 
 def draw(data: dict) -> None:
-    with report.plot(__file__, "throughput", "Decode throughput", "requests in the batch", "tokens a second") as axes:
+    with report.plot(__file__, "throughput", "Decode throughput", "requests in the batch", "tokens per second") as axes:
         axes.plot([row[0] for row in data["throughput"]], [row[2] for row in data["throughput"]], marker="o")
         axes.set_xscale("log", base=2)
         axes.set(xticks=SIZES, xticklabels=SIZES, ylim=0)

@@ -16,7 +16,7 @@ from common import cli, report
 from stage2_req.params import SamplingParams
 from stage5_paged.build import build_engine
 
-PARTS = ("schedule", "prepare and look up ids", "plan attention", "sample", "commit", "update")
+PARTS = ("schedule", "look up ids", "plan attention", "sample", "commit", "update")
 
 
 class StubModel:
@@ -40,7 +40,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [measure(page_size, args.running, args.steps) for page_size in (1, 16)]
     report.table(
-        f"Microseconds a step on the host, {args.running} requests decoding (median)",
+        f"Microseconds per step on the host, {args.running} requests decoding (median)",
         ["page size", "whole step", *PARTS],
         rows,
     )
@@ -83,9 +83,9 @@ def measure(page_size: int, running: int, steps: int) -> list:
         engine.step()
         whole.append(time.perf_counter() - start)
     timed(engine.scheduler, "schedule", "schedule")
-    timed(engine, "input_ids", "prepare and look up ids")
+    timed(engine.runner, "input_ids", "look up ids")
     timed(engine.runner.attention, "plan", "plan attention")
-    timed(engine, "sampler", "sample")
+    timed(engine.runner, "sampler", "sample")
     timed(engine.cache, "commit", "commit")
     timed(engine.scheduler, "update", "update")
     for _ in range(steps // 2):

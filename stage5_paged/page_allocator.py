@@ -1,4 +1,4 @@
-"""Which pages are free. A page is `page_size` neighbouring rows of the pool; here it is just a number."""
+"""Which pages are free. A page is `page_size` neighbouring slots of the pool; here it is just a number."""
 
 import numpy as np
 

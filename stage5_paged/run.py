@@ -1,4 +1,4 @@
-"""Stage 5: the same memory holds more requests in pages than in slots; and when it runs out, nobody's text suffers."""
+"""Stage 5: the same memory holds more requests in pages than in fixed regions; and when it runs out, no text changes."""
 
 import sys
 from functools import partial
@@ -14,10 +14,10 @@ from common.config import EngineConfig
 from common.tokenizer import load_tokenizer
 from stage2_req.engine import Engine
 from stage2_req.params import SamplingParams
-from stage4_batch.build import build_engine as build_slots
+from stage4_batch.build import build_engine as build_regions
 from stage5_paged.build import build_engine
 
-MEMORY, LONGEST, REQUESTS = 4096, 512, 72  # rows of the pool; tokens that a request may have; how many there are
+MEMORY, LONGEST, REQUESTS = 4096, 512, 72  # slots of the pool; tokens that a request may have; how many there are
 PAGE_SIZES, RESERVES = (1, 16, 64, 256), (1, 16, 32)
 
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 def memory(args) -> dict:
     """Bookkeeping does not depend on the model, so a tiny one with random weights serves to watch it."""
-    report.heading(f"{REQUESTS} requests, {MEMORY:,} rows of memory, at most {LONGEST} tokens a request")
+    report.heading(f"{REQUESTS} requests, {MEMORY:,} slots of memory, at most {LONGEST} tokens per request")
     tiny = {
         "model": "dummy:tiny",
         "dtype": "float32",
@@ -40,7 +40,7 @@ def memory(args) -> dict:
         "max_batch_tokens": 512,
     }
     rows, curves, head_room = [], {}, []
-    engines = {"slots": lambda: build_slots(EngineConfig(**tiny, max_running=MEMORY // LONGEST))}
+    engines = {"fixed regions": lambda: build_regions(EngineConfig(**tiny, max_running=MEMORY // LONGEST))}
     for size in PAGE_SIZES:
         paged = EngineConfig(**tiny, page_size=size, kv_tokens=MEMORY, max_running=REQUESTS)
         engines[f"pages of {size}"] = partial(build_engine, paged)
@@ -50,21 +50,21 @@ def memory(args) -> dict:
         mean = round(float(np.mean(seen.running)), 1)
         rows.append([name, max(seen.running), mean, round(100 * seen.waste, 1), seen.retracted, len(seen.running)])
     report.table(
-        "", ["memory in", "most at once", "mean at once", "rows held in vain, %", "retractions", "steps"], rows
+        "", ["memory in", "most at once", "mean at once", "slots held in vain, %", "retractions", "steps"], rows
     )
     for reserve in RESERVES:
         engine = engines["pages of 1"]()
         engine.cache.reserve = reserve
         seen = watch(engine)
         head_room.append([reserve, seen.retracted, round(100 * seen.excess, 1), len(seen.running)])
-    columns = ["tokens a running request", "retractions", "positions computed twice, %", "steps"]
+    columns = ["tokens per running request", "retractions", "positions computed twice, %", "steps"]
     report.table("Head-room that admission leaves, pages of 1", columns, head_room)
     return {"rows": rows, "head_room": head_room, "running": curves}
 
 
 class Seen(NamedTuple):
     running: list[int]  # requests, at each step
-    waste: float  # share of held rows without a token
+    waste: float  # share of held slots without a token
     retracted: int
     excess: float  # positions computed beyond what would have done
 
@@ -80,10 +80,10 @@ def watch(engine: Engine) -> Seen:
         if reqs := engine.scheduler.running:
             running.append(len(reqs))
             used.append(sum(req.cached_len for req in reqs))
-            held.append(engine.cache.usage() * MEMORY)
+            held.append(engine.stats().usage * MEMORY)
     needed = sum(len(item.prompt_ids) + item.max_tokens - 1 for item in items)
-    retracted = getattr(engine.scheduler, "num_retracted", 0)
-    return Seen(running, 1 - sum(used) / sum(held), retracted, engine.stats().computed_tokens / needed - 1)
+    stats = engine.stats()
+    return Seen(running, 1 - sum(used) / sum(held), stats.retracted, stats.computed_tokens / needed - 1)
 
 
 def retraction(args) -> dict:
@@ -102,7 +102,7 @@ def retraction(args) -> dict:
         engine = build_engine(cli.config(args, **config, kv_tokens=kv_tokens))
         texts[name] = [req.output_ids for req in engine.generate(prompts, params)]
         stats = engine.stats()
-        rows.append([name, kv_tokens, stats.steps, stats.computed_tokens, engine.scheduler.num_retracted])
+        rows.append([name, kv_tokens, stats.steps, stats.computed_tokens, stats.retracted])
     report.table("", ["pool", "tokens", "steps", "positions computed", "retractions"], rows)
     same = texts["ample"] == texts["tight"]
     report.say(f"same {len(prompts)} texts, greedy and sampled: {'yes' if same else 'NO'}")
@@ -110,7 +110,9 @@ def retraction(args) -> dict:
 
 
 def draw(memory: dict) -> None:
-    with report.plot(__file__, "running", f"Requests running in {MEMORY:,} rows of memory", "step", "requests") as axes:
+    with report.plot(
+        __file__, "running", f"Requests running in {MEMORY:,} slots of memory", "step", "requests"
+    ) as axes:
         for name, running in memory["running"].items():
             axes.plot(running, label=name)
 

@@ -1,8 +1,10 @@
 """How many tokens the KV pool can hold."""
 
 import gc
+import os
 import sys
 
+import numpy as np
 import torch
 
 from common.checkpoint import Loaded
@@ -11,17 +13,21 @@ from stage2_req.attention import FullAttention
 from stage2_req.params import SamplingParams
 from stage2_req.req import Batch, Req
 from stage2_req.runner import ModelRunner
-from stage2_req.sampling import Sampler
+from stage2_req.sampling import GumbelSampler
 
 
 def pool_tokens(m: Loaded) -> int:
-    """Tokens for the pool, a whole number of pages; says on stderr what it took. Raises UserError if that is too few."""
+    """Tokens for the pool, a whole number of pages; prints on stderr what it took. Raises UserError if that is too few."""
     size, per_token = m.config.page_size, m.model.config.kv_bytes_per_token(m.dtype.itemsize)
     tokens = m.config.kv_tokens
     note = ""
     if tokens is None:
         room, note = measure_room(m)
         tokens = max(0, room) // per_token
+    elif (need := tokens * per_token) > (total := memory_of(m.device)):
+        raise UserError(
+            f"{tokens:,} KV tokens take {need / 2**30:,.1f} GiB, and {m.device} has {total / 2**30:,.1f}; lower --kv-tokens"
+        )
     tokens = tokens // size * size
     if not tokens:
         raise UserError(
@@ -32,6 +38,13 @@ def pool_tokens(m: Loaded) -> int:
         file=sys.stderr,
     )
     return tokens
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes in all."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else sys.maxsize
 
 
 @torch.inference_mode()
@@ -46,9 +59,8 @@ def measure_room(m: Loaded) -> tuple[int, str]:
     count = config.max_running
     longest = min(-(-config.max_batch_tokens // count), config.max_model_len)
     reqs = [Req(uid, [0] * longest, params, uid, longest, frozenset()) for uid in range(count)]
-    batch = Batch([(req, longest) for req in reqs])
-    batch.input_ids = torch.zeros(count * longest, dtype=torch.long, device=device)
-    Sampler(m.kernels.ops)(ModelRunner(m.model, FullAttention(m.kernels, device)).run(batch), batch.sampled)
+    batch = Batch.build([(req, longest) for req in reqs], np.zeros(count, np.int64))
+    ModelRunner(m.model, FullAttention(m.kernels, device), GumbelSampler(m.kernels.ops)).forward(batch)
     torch.cuda.synchronize(device)
     step = torch.cuda.max_memory_allocated(device) - before
     del batch, reqs

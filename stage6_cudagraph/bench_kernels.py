@@ -59,7 +59,7 @@ def row(what: str, size: str, moved: int, calls: list[Callable], plain: list[Cal
 
 
 def peak_bandwidth() -> float:
-    """Bytes a second: the better of a large sum (reads) and a large copy (reads and writes)."""
+    """Bytes per second: the better of a large sum (reads) and a large copy (reads and writes)."""
     x = torch.ones(2**30, dtype=torch.float32, device="cuda")
     y = torch.empty_like(x)
     size = x.numel() * x.element_size()
@@ -132,8 +132,8 @@ def plain_qk_norm_rope(
     return *ops.rope(qk, cos, sin).split((num_heads, num_kv_heads), 1), v
 
 
-def plain_store_kv(k_pool: Tensor, v_pool: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
-    k_pool[rows], v_pool[rows] = k, v
+def plain_store_kv(k_pool: Tensor, v_pool: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    k_pool[slots], v_pool[slots] = k, v
 
 
 def op_cases(tokens: int, hidden: int, inner: int, heads: int) -> list[tuple[str, int, Callable, Callable, tuple]]:

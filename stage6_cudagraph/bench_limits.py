@@ -20,7 +20,7 @@ from stage2_req.engine import Engine
 from stage2_req.params import SamplingParams
 from stage6_cudagraph.build import build_engine
 
-READ, MATMUL = 4.4e12, 790e12  # of an H200: bytes and bfloat16 FLOPs a second
+READ, MATMUL = 4.4e12, 790e12  # of an H200: bytes and bfloat16 FLOPs per second
 PROMPTS, LENGTH, NEW = 8, 2048, 200
 
 
@@ -39,7 +39,7 @@ def main() -> None:
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-    decode_columns = ["model", "ms a token", "floor, ms", "share of the floor, %"]
+    decode_columns = ["model", "ms per token", "floor, ms", "share of the floor, %"]
     prefill_columns = ["model", "ms", "TFLOP/s", "share of the matrix units, %"]
     report.table("Decode of one stream: every weight is read for every token", decode_columns, decode)
     report.table(f"Prefill of {PROMPTS} x {LENGTH} tokens", prefill_columns, prefill)

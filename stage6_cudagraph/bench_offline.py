@@ -1,4 +1,4 @@
-"""The `offline` workload: 256 prompts at once, 142,827 tokens in, 133,966 out; output tokens a second.
+"""The `offline` workload: 256 prompts at once, 142,827 tokens in, 133,966 out; output tokens per second.
 
 python stage6_cudagraph/bench_offline.py --model dummy:qwen3-0.6b --max-model-len 4096
 """
@@ -11,7 +11,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from common import cli, report, workload
 from common.config import UserError
-from common.device import synchronize
+from common.device import resolve_dtype, synchronize
 from stage2_req.engine import Engine
 from stage2_req.params import SamplingParams
 from stage6_cudagraph.bench_limits import READ, parameters
@@ -57,13 +57,13 @@ def main() -> None:
     report.table(f"{args.model}, {len(items)} requests", columns, rows)
     data = {"columns": columns, "rows": rows}
     if engine.device.type == "cuda":
-        data |= step_parts(engine, items, params)
+        data |= step_parts(engine, args.dtype, items, params)
         report.table("Where a decode step of all of them goes", data["parts_columns"], data["parts"])
     if args.save:
         report.save(__file__, "offline", args, data)
 
 
-def step_parts(engine: Engine, items: list[workload.Item], params: list[SamplingParams]) -> dict:
+def step_parts(engine: Engine, dtype: str, items: list[workload.Item], params: list[SamplingParams]) -> dict:
     """The parts of a step in which every request decodes, and what reading their bytes once would take."""
     uids = [engine.add(item.prompt_ids, p) for item, p in zip(items, params, strict=True)]
     while engine.scheduler.waiting or any(req.extend_len > 1 for req in engine.scheduler.running):
@@ -75,7 +75,7 @@ def step_parts(engine: Engine, items: list[workload.Item], params: list[Sampling
     while engine.has_work():
         engine.step()
     layers, head = parameters(engine.model)
-    size = engine.runner.model.norm.weight.element_size()  # bytes of a weight, and of an element of K or V
+    size = resolve_dtype(dtype, engine.device).itemsize  # bytes of a weight, and of an element of K or V
     floors = {
         "attention": context * engine.model.kv_bytes_per_token(size),
         "matrix products of the layers": layers * size,
@@ -87,7 +87,7 @@ def step_parts(engine: Engine, items: list[workload.Item], params: list[Sampling
         floor = round(1e3 * floors[part] / READ, 3) if part in floors else ""
         rows.append([part, round(sum(left.pop(name) for name in mine), 3), floor])
     rows.append(["all", round(sum(kernels.values()), 3), round(1e3 * sum(floors.values()) / READ, 3)])
-    return {"parts_columns": ["part", "ms a step", "floor, ms"], "parts": rows, "context": context}
+    return {"parts_columns": ["part", "ms per step", "floor, ms"], "parts": rows, "context": context}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What recording steps with prompts brings: the first token of a prompt alone, and the steps of those who decode beside prompts.
+"""What capturing steps with prompts brings: the first token of a prompt alone, and the steps of requests that decode beside prompts.
 
 python stage6_cudagraph/bench_prompts.py
 """
@@ -23,7 +23,7 @@ from stage6_cudagraph.run import stop
 
 LENGTHS, TIMES = (100, 500, 1000), 9
 RUNNING, CONTEXT, NEWCOMER, EVERY, STEPS = 64, 200, 128, 4, 80
-WAYS = {"launched": 0, "recorded": EngineConfig.graph_max_tokens}
+WAYS = {"launched": 0, "replayed": EngineConfig.graph_max_tokens}
 COLUMNS = [
     "model",
     "steps with prompts are",
@@ -62,7 +62,7 @@ def prompt(rng: np.random.Generator, length: int) -> list[int]:
 
 
 def first_token(engine: Engine, rng: np.random.Generator, length: int) -> float:
-    """Median milliseconds from `add` to the token, with nobody else there."""
+    """Median milliseconds from `add` to the token, with no other request there."""
     times = []
     for _ in range(TIMES):
         ids = prompt(rng, length)

@@ -1,28 +1,35 @@
 """Stage 6 in one place: steps replayed from graphs, the host one step ahead."""
 
-from common.checkpoint import load
+from common.checkpoint import Loaded, load
 from common.config import EngineConfig
 from stage2_req.engine import Engine
-from stage2_req.runner import ModelRunner
-from stage2_req.sampling import Sampler
+from stage2_req.parts import Sampler
+from stage2_req.sampling import GumbelSampler
 from stage3_kvcache.kv_pool import KVCachePool
-from stage5_paged.attention import PagedAttention
+from stage4_batch.attention import PagedAttention
+from stage4_batch.scheduler import Order, first_come
 from stage5_paged.cache import PagedCacheManager
 from stage5_paged.scheduler import PagedScheduler
 from stage5_paged.sizing import pool_tokens
-from stage6_cudagraph.graph_runner import GraphRunner, GraphSampler  # NEW
-from stage6_cudagraph.overlap import OverlapEngine  # NEW
+from stage6_cudagraph.graph_runner import GraphRunner  # NEW
+from stage6_cudagraph.overlap import FutureRunner, OverlapEngine  # NEW
 
 
 def build_engine(config: EngineConfig) -> Engine:
     m = load(config)
-    tokens, size = pool_tokens(m), m.config.page_size
-    cache = PagedCacheManager(tokens // size, size, m.config.max_running, m.config.max_model_len, m.device)
-    pool = KVCachePool(m, tokens + size)  # one page beyond the allocator's range takes what padding rows write
-    runner, sampler = ModelRunner(m.model, PagedAttention(m.kernels, pool, cache, m.device)), Sampler(m.kernels.ops)
-    if m.config.graph:
-        runner = GraphRunner(runner, sampler, m.config)
-        sampler = GraphSampler(runner)
-    engine = OverlapEngine if m.config.overlap else Engine
-    scheduler = PagedScheduler(cache, m.config.max_batch_tokens)
-    return engine(m.model.config, scheduler, cache, runner, sampler, m.device, config.seed)
+    size = m.config.page_size
+    cache = PagedCacheManager(pool_tokens(m) // size, size, m.config.max_running, m.config.max_model_len, m.device)
+    return assemble(m, cache, GumbelSampler(m.kernels.ops))
+
+
+def assemble(m: Loaded, cache: PagedCacheManager, sampler: Sampler, order: Order = first_come) -> Engine:
+    """The parts put together, around a cache manager."""
+    config, num_pages = m.config, cache.stats().num_pages
+    pool = KVCachePool(m, (num_pages + 1) * config.page_size)  # a page beyond the manager's takes what padding writes
+    attention = PagedAttention(m.kernels, pool, cache.page_table)
+    runner = FutureRunner(m.model, attention, sampler, config.max_running)
+    if config.graph:
+        runner = GraphRunner(runner, config)
+    scheduler = PagedScheduler(cache, config.max_batch_tokens, order)
+    engine = OverlapEngine if config.overlap else Engine
+    return engine(m.shape, scheduler, cache, runner, m.device, config.seed)

@@ -1,23 +1,96 @@
-"""Steps with prompts, recorded at padded numbers of positions: decodes first, then chunks, then padding.
+"""Steps with prompts, captured at padded numbers of tokens: decodes first, then chunks, then padding.
 
-A step with a short prompt takes the host far longer to launch than the device to compute, and everybody who decodes in
-the same step waits with it. What follows the last layer depends on who is to be sampled, and stays eager.
+A step with a short prompt takes the host far longer to launch than the device to compute, and all that decode in the
+same step wait with it.
 """
 
 from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Annotated, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.device import pin
-from stage2_req.req import Batch
+from stage2_req.req import Batch, ForwardBatch, Samples, pin
 from stage2_req.runner import ModelRunner
-from stage6_cudagraph.attention import StaticMixed
-from stage6_cudagraph.recorder import Recorder
+from stage2_req.sampling import inv_temperatures, noise_keys
+from stage4_batch.attention import Chunks, Decodes, PagedMetadata
+from stage6_cudagraph.attention import MixedAttention, padding_page
+from stage6_cudagraph.capture import Capturer
+from stage6_cudagraph.overlap import FutureRunner, HostSamples, known_ids
 
-CHUNKS = 32  # room for so many in a recorded step
-FEW = 16  # decodes; with room for no more than that, long ones are split over more of the device
+MAX_CHUNKS = 32  # in a captured step
+FEW_DECODES = 16  # graphs with room for no more: their decode kernel splits each request over more of the device
+Array = Tensor | np.ndarray
+
+
+@dataclass(eq=False)
+class MixedInputs:
+    """All that the host knows of a step: int32 arrays, one behind the other, filled on the host and uploaded as one piece.
+
+    The sequences of the prefill kernel are the decodes together, which have no keys there, the chunks, empty ones up to
+    MAX_CHUNKS, and the padding, which has no keys either (in no sequence at all it would keep what the memory held).
+    With 2 decodes, chunks of 3 and 4 tokens and room for 16 the queries end at 2, 5, 9, 9, …, 9, 16.
+    """
+
+    input_ids: Annotated[Array, "tokens"]  # UNSEEN only among the decodes
+    positions: Annotated[Array, "tokens"]
+    out_loc: Annotated[Array, "tokens"]  # slots
+    decode_table_idx: Annotated[Array, "decodes"]
+    cache_seqlens: Annotated[Array, "decodes"]  # the new token included; 0: no decode
+    chunk_table_idx: Annotated[Array, "sequences"]
+    cu_seqlens_q: Annotated[Array, "bounds"]
+    cu_seqlens_k: Annotated[Array, "bounds"]
+    last_indices: Annotated[Array, "samples"]  # tokens whose logits are sampled
+    sample_table_idx: Annotated[Array, "samples"]  # -1: padding
+    inv_temperature: Annotated[Array, "samples"]  # the bits of a float32
+    key_low: Annotated[Array, "samples"]
+    key_high: Annotated[Array, "samples"]
+
+    @classmethod
+    def carve(cls, memory: Array, sizes: list[int]) -> "MixedInputs":
+        """The arrays at the head of a piece of memory, each as long as `sizes` says."""
+        return cls(*(memory[a:b] for a, b in pairwise(accumulate(sizes, initial=0))))
+
+    def fill(self, batch: Batch, slots: np.ndarray, padding_slot: int) -> None:
+        """On the host: the batch, whose tokens go to `slots` [T], into arrays of zeros."""
+        tokens, d, samples = batch.num_tokens, batch.num_decodes, len(batch.sampled)
+        c = len(batch.reqs) - d  # chunks
+        self.input_ids[:tokens] = known_ids(batch)
+        self.positions[:tokens] = batch.positions()
+        self.out_loc[:tokens], self.out_loc[tokens:] = slots, padding_slot
+        self.decode_table_idx[:d] = batch.table_idx[:d]
+        self.cache_seqlens[:d] = batch.seq_lens[:d]
+        self.chunk_table_idx[1 : c + 1] = batch.table_idx[d:]
+        self.cu_seqlens_q[1 : c + 2] = d + np.cumsum([0, *batch.extend_lens[d:]])
+        self.cu_seqlens_q[c + 2 : -1], self.cu_seqlens_q[-1] = tokens, len(self.input_ids)
+        self.cu_seqlens_k[1 : c + 2] = np.cumsum([0, *batch.seq_lens[d:]])
+        self.cu_seqlens_k[c + 2 :] = batch.seq_lens[d:].sum()
+        self.last_indices[:samples] = batch.last_indices()
+        self.sample_table_idx[:samples], self.sample_table_idx[samples:] = batch.table_idx[batch.sample_mask], -1
+        self.inv_temperature[:samples] = inv_temperatures(batch.sampled).view(np.int32)
+        self.key_low[:samples], self.key_high[:samples] = noise_keys(batch.sampled)
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """What a captured step has room for."""
+
+    tokens: int
+    decodes: int
+
+
+@cache
+def array_sizes(shape: Shape) -> list[int]:
+    """Lengths of the arrays of MixedInputs."""
+    sequences, samples = MAX_CHUNKS + 2, shape.decodes + MAX_CHUNKS
+    lengths = {"tokens": shape.tokens, "decodes": shape.decodes, "samples": samples}
+    lengths |= {"sequences": sequences, "bounds": sequences + 1}
+    arrays = get_type_hints(MixedInputs, include_extras=True).values()
+    return [lengths[array.__metadata__[0]] for array in arrays]
 
 
 def token_sizes(max_tokens: int) -> list[int]:
@@ -30,63 +103,52 @@ def token_sizes(max_tokens: int) -> list[int]:
 
 
 class MixedGraphs:
-    def __init__(self, eager: ModelRunner, recorder: Recorder, max_batch: int, max_tokens: int):
-        self.model, self.attention, self.device = eager.model, StaticMixed(eager.attention), eager.device
-        self.max_tokens, self.sizes = max_tokens, token_sizes(max_tokens)
-        self.rooms = sorted({min(FEW, max_batch), max_batch})  # for decodes
-        self.ids = torch.zeros(max_tokens, dtype=torch.int64, device=self.device)
-        self.numbers = torch.zeros(sum(widths(max_tokens, max_batch)), dtype=torch.int32, device=self.device)
-        self.hidden: dict[tuple[int, int], Tensor] = {}  # shape -> [positions, hidden size]
-        shapes = {(size, min(room, size)) for size in self.sizes for room in self.rooms}
-        self.replays = recorder.record("steps with prompts", self.step, shapes)
+    def __init__(self, eager: FutureRunner, capturer: Capturer, max_batch: int, max_tokens: int):
+        paged, page_table = eager.attention, eager.attention.page_table
+        attention = MixedAttention(paged.kernels, paged.pool, page_table)
+        self.eager, self.device, self.page_table = eager, eager.device, page_table
+        self.runner = ModelRunner(eager.model, attention, eager.sampler)
+        self.padding_slot = padding_page(paged) * page_table.page_size
+        self.max_len = page_table.host.shape[1] * page_table.page_size
+        self.sizes = token_sizes(max_tokens if paged.kernels.captures_varlen else 0)
+        self.rooms = sorted({min(FEW_DECODES, max_batch), max_batch})
+        shapes = {Shape(size, min(room, size)) for size in self.sizes for room in self.rooms}
+        largest = max((sum(array_sizes(shape)) for shape in shapes), default=0)
+        self.memory = torch.zeros(largest, dtype=torch.int32, device=self.device)
+        self.outputs: dict[Shape, tuple[Tensor, Tensor]] = {}  # hidden states [S, hidden_size], tokens [S]
+        self.replays = capturer.capture("steps with prompts", self.captured_step, shapes)
 
     def fit(self, batch: Batch) -> bool:
-        chunks = len(batch.reqs) - batch.num_decode
-        return batch.num_tokens <= self.max_tokens and batch.num_decode <= self.rooms[-1] and chunks <= CHUNKS
+        chunks = len(batch.reqs) - batch.num_decodes
+        tokens_fit = bool(self.sizes) and batch.num_tokens <= self.sizes[-1]
+        return tokens_fit and batch.num_decodes <= self.rooms[-1] and chunks <= MAX_CHUNKS
 
-    def run(self, batch: Batch) -> Tensor:
-        """Logits [S, V]."""
+    def forward(self, batch: Batch) -> HostSamples:
         size = self.sizes[bisect_left(self.sizes, batch.num_tokens)]
-        shape = size, min(self.rooms[bisect_left(self.rooms, batch.num_decode)], size)
-        self.fill(batch, shape)
+        shape = Shape(size, min(self.rooms[bisect_left(self.rooms, batch.num_decodes)], size))
+        host = np.zeros(sum(array_sizes(shape)), np.int32)
+        slots = self.page_table.slots(np.repeat(batch.table_idx, batch.extend_lens), batch.positions())
+        MixedInputs.carve(host, array_sizes(shape)).fill(batch, slots, self.padding_slot)
+        self.memory[: len(host)].copy_(pin(host, self.device), non_blocking=True)
         self.replays[shape]()
-        last_index = self.buffers(shape)[-1]
-        return self.model.head(self.hidden[shape][last_index[: len(batch.sampled)]])
+        hidden, tokens = (output[: len(batch.sampled)] for output in self.outputs[shape])
+        if all(req.params.plain for req in batch.sampled):
+            return HostSamples.copy(Samples(tokens))
+        return self.eager.sample(hidden, batch)
 
-    def buffers(self, shape: tuple[int, int]) -> tuple[Tensor, ...]:
-        """The numbers of a step, one behind the other at the head of the memory, so that one copy fills them."""
-        fields = widths(*shape)
-        return self.numbers[: sum(fields)].split(fields)
-
-    def fill(self, batch: Batch, shape: tuple[int, int]) -> None:
-        """The batch into the static buffers, padding behind it."""
-        tokens, decodes = batch.num_tokens, batch.num_decode
-        chunks, fields = len(batch.reqs) - decodes, widths(*shape)
-        host = np.zeros(sum(fields), np.int32)
-        positions, rows, lens, chunk_rows, cu_q, cu_k, last_index = np.split(host, np.cumsum(fields)[:-1])
-        positions[:tokens] = batch.token_positions()
-        rows[:] = -1
-        rows[:tokens] = np.repeat(batch.rows, batch.lens)
-        lens[:decodes] = batch.ends[:decodes]
-        # sequences of the prefill kernel: the decodes, as one without keys, the chunks, empty ones, and the padding, which
-        # has no keys either (in no sequence at all it would keep what the memory held)
-        chunk_rows[1 : chunks + 1] = batch.rows[decodes:]
-        cu_q[1:] = tokens
-        cu_q[1 : chunks + 2] = decodes + np.cumsum([0, *batch.lens[decodes:]])
-        cu_q[-1] = shape[0]
-        cu_k[1:] = batch.ends[decodes:].sum()
-        cu_k[1 : chunks + 2] = np.cumsum([0, *batch.ends[decodes:]])
-        last_index[: len(batch.sampled)] = batch.last_tokens()
-        self.numbers[: len(host)].copy_(pin(host, self.device), non_blocking=True)
-        self.ids[:tokens] = batch.input_ids
-
-    def step(self, shape: tuple[int, int]) -> None:
-        """What is recorded: all layers over `shape[0]` positions, up to `shape[1]` of them decodes."""
-        positions, *numbers, _ = self.buffers(shape)
-        self.attention.plan(positions, *numbers)
-        self.hidden[shape] = self.model(self.ids[: shape[0]], positions, self.attention)
-
-
-def widths(tokens: int, decodes: int) -> tuple[int, ...]:
-    """How many numbers a step has of each kind: those of StaticMixed.plan, and where the tokens to be sampled are."""
-    return tokens, tokens, decodes, CHUNKS + 2, CHUNKS + 3, CHUNKS + 3, decodes + CHUNKS
+    def captured_step(self, shape: Shape) -> None:
+        """A step of `shape`, from the static buffers to `outputs` and the future map."""
+        inputs, eager, table = MixedInputs.carve(self.memory, array_sizes(shape)), self.eager, self.page_table.device
+        lens, bounds = (inputs.cu_seqlens_q, inputs.cu_seqlens_k), (shape.tokens, self.max_len)
+        metadata = PagedMetadata(
+            out_loc=inputs.out_loc.long(),
+            decodes=Decodes(inputs.cache_seqlens, table[inputs.decode_table_idx]),
+            chunks=Chunks(*lens, *bounds, table[inputs.chunk_table_idx]),
+        )
+        ids = inputs.input_ids.long()
+        ids[: shape.decodes] = eager.futures.resolve(ids[: shape.decodes], inputs.decode_table_idx)
+        hidden = self.runner.compute(ForwardBatch(ids, inputs.positions, inputs.last_indices, metadata))
+        inv_temperature = inputs.inv_temperature.view(torch.float32)
+        tokens = eager.sampler.draw(eager.model.head(hidden), inv_temperature, inputs.key_low, inputs.key_high)
+        eager.futures.store(inputs.sample_table_idx, tokens)
+        self.outputs[shape] = hidden, tokens

@@ -11,16 +11,14 @@ from common import report
 from common.device import synchronize
 from stage2_req.engine import Engine
 
-LABELS = ("schedule", "prepare", "forward", "sample", "update")
+LABELS = ("schedule", "forward", "update")
 
 
 def name_ranges(engine: Engine) -> None:
     """Let the profiler see the parts of a step, from outside."""
     for owner, method, label in (
         (engine.scheduler, "schedule", "schedule"),
-        (engine, "input_ids", "prepare"),
-        (engine.runner, "run", "forward"),
-        (engine, "sampler", "sample"),
+        (engine.runner, "forward", "forward"),
         (engine.scheduler, "update", "update"),
     ):
         setattr(owner, method, _named(label, getattr(owner, method)))
@@ -49,7 +47,7 @@ def profile_steps(engine: Engine, steps: int, trace: Path | None = None) -> prof
 
 
 def device_ms(result: profile, steps: int) -> dict[str, float]:
-    """Milliseconds a step that each kernel adds to those before it: where two overlap, the time is the earlier one's."""
+    """Milliseconds per step that each kernel adds to those before it: where two overlap, the time is the earlier one's."""
     cuda = torch.autograd.DeviceType.CUDA
     events = [e for e in result.events() if e.device_type == cuda and e.name not in LABELS]
     added, until = Counter(), 0.0
@@ -62,4 +60,4 @@ def device_ms(result: profile, steps: int) -> dict[str, float]:
 
 def show_kernels(result: profile, steps: int, most: int = 12) -> None:
     rows = [[name[:70], round(ms, 3)] for name, ms in device_ms(result, steps).items()][:most]
-    report.table("On the device", ["kernel", "ms a step"], rows)
+    report.table("On the device", ["kernel", "ms per step"], rows)

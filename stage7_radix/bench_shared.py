@@ -28,7 +28,7 @@ COLUMNS = ["cache", "hit rate, %", "seconds", "output tokens/s", "prompt tokens/
 def main() -> None:
     parser = cli.parser(__doc__, *ENGINE_FLAGS)
     parser.add_argument("--scale", type=float, default=1.0, help="of lengths and number of requests (default: 1)")
-    parser.add_argument("--rate", type=float, help="requests a second that arrive (default: all at once)")
+    parser.add_argument("--rate", type=float, help="requests per second that arrive (default: all at once)")
     parser.add_argument("--rounds", type=int, default=2, help="runs, each on new prompts; all are shown (default: 2)")
     args = parser.parse_args()
     if not 0 < args.scale <= 1:
@@ -71,7 +71,7 @@ def serve(engine: Engine, items: list[workload.Item], arrivals: list[float]) -> 
             time.sleep(max(0.0, start + todo[0][0] - time.perf_counter()))
     seconds = time.perf_counter() - start
     prompt, out = sum(len(item.prompt_ids) for item in items), sum(item.max_tokens for item in items)
-    hits = sum(getattr(req, "hit_len", 0) for req in reqs.values())
+    hits = sum(req.cached_tokens or 0 for req in reqs.values())
     p50, p99 = np.percentile([req.first_token_at - arrived[uid] for uid, req in reqs.items()], (50, 99)) * 1e3
     rates = [round(100 * hits / prompt, 1), round(seconds, 2), round(out / seconds), round(prompt / seconds)]
     return [*rates, round(p50), round(p99)]

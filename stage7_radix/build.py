@@ -1,33 +1,27 @@
 """Stage 7 in one place: stage 6 with a cache manager that shares prefixes."""
 
-from common.checkpoint import load
+from common.checkpoint import Loaded, load
 from common.config import EngineConfig
 from stage2_req.engine import Engine
-from stage2_req.runner import ModelRunner
-from stage2_req.sampling import Sampler
-from stage3_kvcache.kv_pool import KVCachePool
-from stage5_paged.attention import PagedAttention
+from stage2_req.parts import Sampler
+from stage2_req.sampling import GumbelSampler
+from stage4_batch.scheduler import first_come
 from stage5_paged.cache import PagedCacheManager
-from stage5_paged.scheduler import PagedScheduler
 from stage5_paged.sizing import pool_tokens
-from stage6_cudagraph.graph_runner import GraphRunner, GraphSampler
-from stage6_cudagraph.overlap import OverlapEngine
+from stage6_cudagraph import build as stage6
 from stage7_radix.cache import RadixCacheManager  # NEW
-from stage7_radix.order import PrefixFirst  # NEW
+from stage7_radix.order import LongestPrefixFirst  # NEW
 
 
 def build_engine(config: EngineConfig) -> Engine:
     m = load(config)
-    tokens, size = pool_tokens(m), m.config.page_size
-    manager = RadixCacheManager if m.config.radix else PagedCacheManager
-    cache = manager(tokens // size, size, m.config.max_running, m.config.max_model_len, m.device)
-    pool = KVCachePool(m, tokens + size)  # one page beyond the allocator's range takes what padding rows write
-    runner, sampler = ModelRunner(m.model, PagedAttention(m.kernels, pool, cache, m.device)), Sampler(m.kernels.ops)
-    if m.config.graph:
-        runner = GraphRunner(runner, sampler, m.config)
-        sampler = GraphSampler(runner)
-    engine = OverlapEngine if m.config.overlap else Engine
-    scheduler = PagedScheduler(cache, m.config.max_batch_tokens)
-    if m.config.order == "prefix":
-        scheduler = PrefixFirst(scheduler, cache)
-    return engine(m.model.config, scheduler, cache, runner, sampler, m.device, config.seed)
+    return assemble(m, pool_tokens(m), GumbelSampler(m.kernels.ops))
+
+
+def assemble(m: Loaded, tokens: int, sampler: Sampler) -> Engine:
+    """The parts put together, around a cache manager for so many tokens."""
+    config, size = m.config, m.config.page_size
+    manager = RadixCacheManager if config.radix else PagedCacheManager
+    cache = manager(tokens // size, size, config.max_running, config.max_model_len, m.device)
+    order = LongestPrefixFirst(cache) if config.order == "prefix" else first_come
+    return stage6.assemble(m, cache, sampler, order)

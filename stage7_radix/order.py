@@ -1,44 +1,39 @@
-"""An order of the waiting queue: whoever shares the most with what is in memory goes first."""
+"""An order of the waiting queue: the request that shares the most with what is in memory goes first."""
 
+from collections.abc import Sequence
 from itertools import islice
 from weakref import WeakKeyDictionary
 
-from common.interfaces import Scheduler
-from stage2_req.req import Batch, Req
+from stage2_req.req import Req
 from stage7_radix.cache import RadixCacheManager
 
 WINDOW, PATIENCE = 16, 8  # requests at the head of the queue that are compared; times that one may be overtaken
 
 
-class PrefixFirst:
-    """A scheduler around a scheduler. Before each step, the waiting request with the longest known prefix comes first.
+class LongestPrefixFirst:
+    """The waiting request with the longest known prefix goes first; after it, the others in their order of arrival.
 
-    With more prefixes than memory this serves those who share one while it is there, instead of evicting it for the
-    next. Alone it would starve: who shares with nobody waits as long as others arrive who do. So nobody is overtaken
-    more than PATIENCE times.
+    With more prefixes than memory this serves the requests that share one while it is there, instead of evicting it for
+    the next. Alone it would starve: a request that shares with no other waits as long as others arrive that do. So none
+    is overtaken more than PATIENCE times.
     """
 
-    def __init__(self, scheduler: Scheduler, cache: RadixCacheManager):
-        self.scheduler, self.cache = scheduler, cache
+    def __init__(self, cache: RadixCacheManager):
+        self.cache = cache
         self.overtaken: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
 
-    def __getattr__(self, name: str):
-        return getattr(self.scheduler, name)  # all else stays as it is
-
-    def schedule(self) -> Batch | None:
-        if self.cache.free_rows:  # else nobody gets in
-            self.reorder()
-        return self.scheduler.schedule()
-
-    def reorder(self) -> None:
-        waiting, candidates = self.scheduler.waiting, []
+    def __call__(self, waiting: Sequence[Req]) -> int:
+        """The place in the queue of the request that goes first."""
+        if not self.cache.stats().free_requests:  # none is let in, so none is overtaken
+            return 0
+        candidates = []
         for req in islice(waiting, WINDOW):
             candidates.append(req)
             if self.overtaken.get(req, 0) >= PATIENCE:
                 break
-        if len(candidates) > 1:
-            best = max(candidates, key=self.cache.known_len)  # of equals, the one that has waited longest
-            for req in candidates[: candidates.index(best)]:
-                self.overtaken[req] = self.overtaken.get(req, 0) + 1
-            waiting.remove(best)
-            waiting.appendleft(best)
+        if len(candidates) == 1:
+            return 0
+        best = max(range(len(candidates)), key=lambda i: self.cache.known_len(candidates[i]))  # of equals, the first
+        for req in candidates[:best]:
+            self.overtaken[req] = self.overtaken.get(req, 0) + 1
+        return best

@@ -1,4 +1,4 @@
-"""What a request says about sharing, besides how to sample."""
+"""What a request asks for, besides how to sample: with which requests it shares prefixes."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
-"""A compressed radix tree over token ids: which pages hold the keys and values of a prefix that somebody has computed.
+"""A compressed radix tree over token ids: which pages hold the keys and values of a prefix that was computed before.
 
-It knows tokens and page numbers, nothing of requests or of the engine. Whoever uses a node locks it, and with it the
-path up to the root; what nobody locks can be evicted, from the leaves inwards, the least recently used first.
+It knows tokens and page numbers, nothing of requests or of the engine. A request that uses a node locks it, and with it
+the path up to the root. What is not locked can be evicted, from the leaves inwards, the least recently used first.
 """
 
 import heapq
@@ -96,7 +96,8 @@ class RadixTree:
         return salt, tokens[: self.page_size].tobytes()
 
     def split(self, node: Node, num_pages: int) -> Node:
-        """Cut a node after so many pages; returns the new upper part. The lower one stays who it was to its holders."""
+        """Cut a node after so many pages; returns the new upper part. The lower part stays the same object: handles on it stay
+        valid."""
         cut = num_pages * self.page_size
         upper = Node(node.parent, node.salt, node.key[:cut], node.pages[:num_pages], node.used)
         upper.locks = node.locks
@@ -144,7 +145,7 @@ class RadixTree:
             heapq.heappush(self.heap, (node.used, next(self.entries), node))
 
     def evict(self, n: int) -> np.ndarray:
-        """Take n pages out, or all that nobody locks; returns their numbers. O(log nodes) for a page.
+        """Take n pages out, or all that are not locked; returns their numbers. O(log nodes) per page.
 
         The last leaf loses no more than is needed, from its tail.
         """

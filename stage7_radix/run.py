@@ -1,4 +1,4 @@
-"""Stage 7: requests that begin alike pay for it once. Hit rates, time to first token, and what a short memory does to them."""
+"""Stage 7: requests that begin alike pay for it once. Hit rates, time to first token, and what a small pool does to them."""
 
 import sys
 import time
@@ -11,10 +11,10 @@ import numpy as np
 
 from common import cli, report, workload
 from common.config import EngineConfig
-from common.interfaces import CacheManager
 from common.tokenizer import load_tokenizer
 from stage2_req.engine import Engine
 from stage2_req.params import SamplingParams
+from stage2_req.parts import CacheManager
 from stage2_req.req import Req
 from stage7_radix.build import build_engine
 from stage7_radix.show import drawing
@@ -51,7 +51,7 @@ def ttft_ms(reqs: list[Req]) -> np.ndarray:
 
 def hit_rate(reqs: list[Req]) -> float:
     """Per cent of the prompts' positions that came from the tree."""
-    return round(100 * sum(getattr(req, "hit_len", 0) for req in reqs) / sum(req.prompt_len for req in reqs), 1)
+    return round(100 * sum(req.cached_tokens or 0 for req in reqs) / sum(req.prompt_len for req in reqs), 1)
 
 
 # --- with the model ---------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Clock:
 
     def __init__(self, cache: CacheManager):
         self.seconds = 0.0
-        for method in ("admit", "extend", "commit", "release"):
+        for method in ("admit", "allocate", "commit", "release"):
             setattr(cache, method, self.timed(getattr(cache, method)))
 
     def timed(self, method: Callable) -> Callable:
@@ -161,7 +161,7 @@ def overhead(engines: dict[str, Engine], rounds: int = 2) -> dict:
     return {"rows": rows, "share": round(share, 2)}
 
 
-# --- without it: whose page is found where does not depend on what the model says ---------------------------------
+# --- without it: which page is found where does not depend on the model's answers ---------------------------------
 
 
 def tiny_engine(**changes) -> Engine:
@@ -188,7 +188,8 @@ def pools() -> list:
     for share in POOLS:
         engine = tiny_engine(page_size=16, kv_tokens=int(share * working_set), max_running=4)
         reqs = converse(engine, *shape)
-        rows.append([share, hit_rate(reqs), engine.stats().computed_tokens, engine.scheduler.num_retracted])
+        stats = engine.stats()
+        rows.append([share, hit_rate(reqs), stats.computed_tokens, stats.retracted])
     columns = ["pool / all conversations", "hit rate, %", "positions computed", "retractions"]
     report.table(f"{count} conversations take turns in one pool; {working_set:,} tokens in the end", columns, rows)
     return rows

@@ -19,7 +19,8 @@ from torch.profiler import profile
 from common import cli, report, workload
 from common.checkpoint import empty_model
 from common.config import DUMMY_MODELS, EngineConfig, UserError
-from common.device import synchronize
+from common.device import resolve_dtype, synchronize
+from stage2_req.engine import Engine
 from stage2_req.params import SamplingParams
 from stage6_cudagraph.profiling import profile_steps
 from stage6_cudagraph.run import start_decoding, stop
@@ -30,8 +31,8 @@ from stage8_tp.ranks import Alone, Ranks
 from stage8_tp.shard import Shard
 
 BATCHES, STEPS, PROFILED = (1, 64, 256), 40, 10
-OFFLINE = ("model", "GPUs", "weights, GiB a GPU", "KV tokens", "output tokens", "seconds", "output tokens/s", "steps")
-DECODE = ("model", "GPUs", "batch", "ms a step", "tokens/s", "NCCL, ms a step", "NCCL, %", "NCCL calls a step")
+OFFLINE = ("model", "GPUs", "weights, GiB per GPU", "KV tokens", "output tokens", "seconds", "output tokens/s", "steps")
+DECODE = ("model", "GPUs", "batch", "ms per step", "tokens/s", "NCCL, ms per step", "NCCL, %", "NCCL calls per step")
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def bench(args, ranks: Ranks | Alone) -> None:
     offline, decode = [], []
     for name in args.models:
         for group in (Alone(ranks.device), ranks)[: min(ranks.world, 2)]:
-            ranks.barrier()  # nobody starts before all are here
+            ranks.barrier()  # none starts before all are here
             if group is ranks or ranks.rank == 0:
                 one = measure(args, name, group)
                 offline += one[0]
@@ -86,20 +87,19 @@ def measure(args, name: str, ranks: Ranks | Alone) -> tuple[list, list]:
     offline = [] if args.no_offline else [[name, ranks.world, *sizes(engine, config), *run_offline(engine, args.scale)]]
     batches = [batch for batch in BATCHES if batch <= (config.max_running or BATCHES[-1])]
     decode = [[name, ranks.world, batch, *time_decode(engine, batch)] for batch in batches]
-    engine.close()
+    if ranks.world > 1:
+        engine.close()
     return offline, decode
 
 
-def sizes(engine: TPEngine, config: EngineConfig) -> tuple[float, int]:
+def sizes(engine: Engine | TPEngine, config: EngineConfig) -> tuple[float, int]:
     """GiB of rank 0's weights, and tokens in the KV pool."""
-    ranks, cache = engine.ranks, engine.cache
-    shape = Shard(engine.model, ranks.rank, ranks.world).config if ranks.world > 1 else engine.model
-    dtype = engine.runner.model.norm.weight.dtype
+    shape, dtype = Shard(engine.model, 0, config.tp).config, resolve_dtype(config.dtype, engine.device)
     weights = sum(p.nbytes for p in empty_model(shape, torch.device("meta"), dtype).parameters())
-    return round(weights / 2**30, 2), cache.allocator.num_pages * cache.page_size
+    return round(weights / 2**30, 2), engine.stats().num_pages * engine.cache.page_size
 
 
-def run_offline(engine: TPEngine, scale: float) -> tuple[int, float, int, int]:
+def run_offline(engine: Engine | TPEngine, scale: float) -> tuple[int, float, int, int]:
     """After its prompts alone have been run, in whose steps kernels are compiled."""
     items = workload.offline(scale, engine.model.vocab_size)
     prompts = [item.prompt_ids for item in items]
@@ -111,7 +111,7 @@ def run_offline(engine: TPEngine, scale: float) -> tuple[int, float, int, int]:
     return tokens, round(seconds, 2), round(tokens / seconds), engine.stats().steps - steps
 
 
-def time_decode(engine: TPEngine, batch: int) -> tuple[float, int, float, float, float]:
+def time_decode(engine: Engine | TPEngine, batch: int) -> tuple[float, int, float, float, float]:
     start_decoding(engine, batch)
     synchronize(engine.device)
     start = time.perf_counter()
@@ -125,7 +125,7 @@ def time_decode(engine: TPEngine, batch: int) -> tuple[float, int, float, float,
 
 
 def nccl(result: profile) -> tuple[float, float]:
-    """(calls, milliseconds) a step of NCCL's kernels on rank 0, waiting for the other ranks included."""
+    """(calls, milliseconds) per step of NCCL's kernels on rank 0, waiting for the other ranks included."""
     kernels = [e for e in result.key_averages() if e.key.startswith("ncclDevKernel")]
     return sum(e.count for e in kernels) / PROFILED, sum(e.self_device_time_total for e in kernels) / PROFILED / 1e3
 

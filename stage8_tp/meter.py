@@ -1,4 +1,4 @@
-"""A look at what ranks say to each other: wrap any of them before the engine is built."""
+"""A look at what ranks send to each other: wrap any of them before the engine is built."""
 
 import time
 from collections import Counter
@@ -16,7 +16,7 @@ class MeteredRanks:
     """
 
     def __init__(self, ranks: Ranks | Alone):
-        self.ranks, self.tell, self.share = ranks, ranks.tell, ranks.share
+        self.ranks, self.broadcast_bytes, self.all_gather_ints = ranks, ranks.broadcast_bytes, ranks.all_gather_ints
         self.rank, self.world, self.device, self.staged = ranks.rank, ranks.world, ranks.device, ranks.staged
         self.clear()
 

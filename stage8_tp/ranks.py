@@ -1,7 +1,7 @@
-"""The ranks of a job, and all that they say to each other. Owns the process groups.
+"""The ranks of a job, and all that they send to each other. Owns the process groups.
 
 Two channels: tensors, by NCCL between GPUs and by gloo elsewhere; and control, always by gloo, where a rank may wait for
-the next word for as long as it takes.
+the next message for as long as it takes.
 """
 
 import os
@@ -15,7 +15,7 @@ from common.config import UserError
 from common.device import resolve_device, synchronize
 
 FOREVER = timedelta(days=3650)  # an idle server is no error
-LETTER = 4096  # bytes of a control message's first part, its length included; few messages have a second one
+FIRST_PART = 4096  # bytes of a control message's first part, its length included; few messages have a second one
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since PyTorch 2.13
 
 
@@ -36,10 +36,10 @@ class Alone:
     def broadcast(self, x: Tensor) -> Tensor:
         return x
 
-    def tell(self, message: bytes = b"") -> bytes:
+    def broadcast_bytes(self, message: bytes = b"") -> bytes:
         return message
 
-    def share(self, numbers: list[int]) -> list[list[int]]:
+    def all_gather_ints(self, numbers: list[int]) -> list[list[int]]:
         return [numbers]
 
     def barrier(self) -> None:
@@ -53,7 +53,7 @@ class Ranks:
         dist.init_process_group("gloo")  # MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE say where the others are
         self.rank, self.world, self.device = dist.get_rank(), dist.get_world_size(), device
         self.control = dist.new_group(backend="gloo", timeout=FOREVER)
-        nccl = all(own for (own,) in self.share([has_own_gpu]))
+        nccl = all(own for (own,) in self.all_gather_ints([has_own_gpu]))
         self.tensors = dist.new_group(backend="nccl") if nccl else dist.group.WORLD
         self.staged = device.type == "cuda" and not nccl  # gloo gets copies in the host's memory
 
@@ -80,30 +80,30 @@ class Ranks:
 
     # --- control ---
 
-    def tell(self, message: bytes = b"") -> bytes:
+    def broadcast_bytes(self, message: bytes = b"") -> bytes:
         """Rank 0's message, on every rank; the others wait for it."""
-        room = LETTER - 8
-        letter = self._broadcast_bytes(len(message).to_bytes(8, "little") + message[:room], LETTER)
-        size = int.from_bytes(letter[:8], "little")
-        rest = self._broadcast_bytes(message[room:], size - room) if size > room else b""
-        return letter[8 : 8 + size] + rest
+        room = FIRST_PART - 8
+        first = self._broadcast(len(message).to_bytes(8, "little") + message[:room], FIRST_PART)
+        size = int.from_bytes(first[:8], "little")
+        rest = self._broadcast(message[room:], size - room) if size > room else b""
+        return first[8 : 8 + size] + rest
 
-    def _broadcast_bytes(self, data: bytes, size: int) -> bytes:
+    def _broadcast(self, data: bytes, size: int) -> bytes:
         buffer = bytearray(data.ljust(size, b"\0"))
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, group=self.control)
         return bytes(buffer)
 
-    def share(self, numbers: list[int]) -> list[list[int]]:
+    def all_gather_ints(self, numbers: list[int]) -> list[list[int]]:
         """Every rank's numbers, as many on each, in the order of the ranks."""
         mine = torch.tensor(numbers, dtype=torch.int64)
-        everyone = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(everyone, mine, group=self.control)
-        return [numbers.tolist() for numbers in everyone]
+        everything = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(everything, mine, group=self.control)
+        return [numbers.tolist() for numbers in everything]
 
     def barrier(self) -> None:
         """Returns once every rank is here, with its device's work done."""
         synchronize(self.device)
-        self.share([0])
+        self.all_gather_ints([0])
 
 
 def join(world: int, device: str = "auto") -> Ranks | Alone:
@@ -115,7 +115,7 @@ def join(world: int, device: str = "auto") -> Ranks | Alone:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != world:
         raise UserError(
-            f"tp is {world}, but {started} ranks were started; start as many, with torchrun or stage8_tp/launch.py"
+            f"tp is {world}, but {started} ranks were started; start as many, with torchrun or stage8_tp.launch.run_ranks"
         )
     place = resolve_device(device)
     if world == 1:

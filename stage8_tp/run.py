@@ -1,4 +1,4 @@
-"""Stage 8: one model on several ranks. The same tokens as on one, and what it takes: bytes a rank, bytes sent a token, time.
+"""Stage 8: one model on several ranks. The same tokens as on one, and what it takes: bytes per rank, bytes sent per token, time.
 
 python stage8_tp/run.py --tp 2
 torchrun --nproc-per-node 2 stage8_tp/run.py
@@ -54,11 +54,12 @@ def milestone(args, ranks: Ranks | Alone) -> None:
     pool = engine.runner.attention.pool
     if ranks.rank == 0:
         reqs, ms = timed(engine, prompts, params)
-        engine.close()
+        if ranks.world > 1:
+            engine.close()
     else:
         engine.follow()
     held = sum(half.nbytes for half in (*pool.k, *pool.v))
-    everyone = ranks.share([held, round(metered.seconds * 1e6)])
+    numbers = ranks.all_gather_ints([held, round(metered.seconds * 1e6)])
     if ranks.rank:
         return
     for question, req in zip(QUESTIONS, reqs, strict=True):
@@ -68,9 +69,9 @@ def milestone(args, ranks: Ranks | Alone) -> None:
     shards = [Shard(engine.model, rank, ranks.world) for rank in range(ranks.world)]
     data = {
         "same": same,
-        "memory": memory(shards, pool, [bytes_held for bytes_held, _ in everyone]),
-        "collectives": collectives(engine, metered, shards[0], pool.k[0].element_size()),
-        "time": time_split(engine.stats().steps, ms_alone, ms, [us for _, us in everyone]),
+        "memory": memory(shards, pool, [bytes_held for bytes_held, _ in numbers]),
+        "collectives": collectives(engine, metered, shards[0], pool.k[0].element_size()) if ranks.world > 1 else {},
+        "time": time_split(engine.stats().steps, ms_alone, ms, [us for _, us in numbers]),
     }
     figure(shards)
     if args.save:
@@ -79,7 +80,7 @@ def milestone(args, ranks: Ranks | Alone) -> None:
 
 
 def on_one_rank(args, prompts: list, params: list) -> tuple[list[list[int]], float]:
-    """The tokens of stage 7's engine on all cores of this process, and milliseconds a step."""
+    """The tokens of stage 7's engine on all cores of this process, and milliseconds per step."""
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
     engine = build_stage7(cli.config(args, graph=False, overlap=False, tp=1))
@@ -108,15 +109,15 @@ def memory(shards: list[Shard], pool, held: list[int]) -> dict:
         row = [name, heads, kv, config.intermediate_size, config.vocab_size, round(parameters / 1e6, 1)]
         rows.append([*row, per_token, round((size or per_token * pool.num_tokens) / 2**20, 1)])
     columns = [
-        *("rank", "query heads", "KV heads", "MLP columns", "words", "parameters, M"),
-        *("KV bytes a token", "KV pool, MiB"),
+        *("rank", "query heads", "KV heads", "MLP columns", "vocabulary", "parameters, M"),
+        *("KV bytes per token", "KV pool, MiB"),
     ]
     report.table("What a rank holds", columns, rows)
     return {"columns": columns, "rows": rows}
 
 
 def collectives(engine, metered: MeteredRanks, shard: Shard, size: int) -> dict:
-    """Counted, against what the shape of the model says. Bytes are those that a rank brings to a collective."""
+    """Counted, against what follows from the model's configuration. Bytes are those that a rank brings to a collective."""
     stats, model = engine.stats(), shard.whole
     sums = 2 * model.num_layers + 1
     expected = {
@@ -128,8 +129,8 @@ def collectives(engine, metered: MeteredRanks, shard: Shard, size: int) -> dict:
         [name, metered.calls[name], calls, round(metered.bytes[name] / tokens), each]
         for name, (calls, tokens, each) in expected.items()
     ]
-    columns = ["collective", "calls", "by the formula", "bytes a token", "by its formula"]
-    report.table(f"What a rank says in {stats.steps} steps", columns, rows)
+    columns = ["collective", "calls", "by the formula", "bytes per token", "by its formula"]
+    report.table(f"What a rank sends in {stats.steps} steps", columns, rows)
     return {"columns": columns, "rows": rows}
 
 
@@ -139,12 +140,12 @@ def time_split(steps: int, ms_alone: float, ms: float, microseconds: list[int]) 
         talk = us / steps / 1e3
         rows.append([f"rank {rank}", round(ms - talk, 1), round(talk, 1), round(ms, 1)])
     columns = ["", "compute", "communicate and wait", "step"]
-    report.table("Milliseconds a step", columns, rows)
+    report.table("Milliseconds per step", columns, rows)
     return {"columns": columns, "rows": rows}
 
 
 PLACES = (
-    ("embed_tokens, lm_head", "rows (words)", "embed_tokens"),
+    ("embed_tokens, lm_head", "rows (tokens)", "embed_tokens"),
     ("q_proj", "rows (heads)", "q_proj"),
     ("k_proj, v_proj", "rows (heads)", "k_proj"),
     ("o_proj", "columns (heads)", "o_proj"),

@@ -1,42 +1,26 @@
-"""Which part of the model a rank has, and how the parts make the whole. Applied from outside: common/model.py has no word of it.
+"""Which part of the model a rank has, and how the parts make the whole. Applied from outside: common/model.py does not know of it.
 
 A rank's model is an ordinary CausalLM of a smaller configuration: fewer heads, a narrower MLP, a shorter vocabulary.
-So attention, KV pool and kernels are as they were. Only where a sum over all heads, columns or words is due, a
+So attention, KV pool and kernels are as they were. Only where a sum over all heads, columns or tokens is due, a
 module is wrapped by one that asks the other ranks (Shoeybi et al., 2019).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from common.checkpoint import (
-    FUSED,
-    Loaded,
-    checkpoint_tensors,
-    dummy_generator,
-    empty_model,
-    fill_random,
-    finish_model,
-    load,
-    load_config,
-    load_weights,
-)
-from common.config import EngineConfig, ModelConfig, UserError
-from common.device import resolve_dtype
-from common.kernels import select_kernels
+from common.config import ModelConfig, UserError
 from common.model import CausalLM
 from stage8_tp.ranks import Alone, Ranks
 
-VOCAB_MULTIPLE = 8  # words of a rank: rows of the head's weight, which matrix units like in eights
+VOCAB_MULTIPLE = 8  # a rank's tokens are rows of the head's weight, which matrix units like in eights
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of `whole` that rank `rank` of `world` has. Raises UserError if it can't be dealt to so many."""
+    """The part of `whole` that rank `rank` of `world` has. Raises UserError if it can't be divided among so many."""
 
     whole: ModelConfig
     rank: int
@@ -48,7 +32,7 @@ class Shard:
             sizes = [str(n) for n in range(1, c.num_heads + 1) if divides(c, n)]
             raise UserError(
                 f"{c.num_heads} query heads, {c.num_kv_heads} KV heads and {c.intermediate_size} columns of the MLP "
-                f"can't be dealt to {self.world} ranks; use --tp {' or '.join(sizes)}"
+                f"can't be divided among {self.world} ranks; use --tp {' or '.join(sizes)}"
             )
 
     def share(self, size: int) -> range:
@@ -75,7 +59,7 @@ class Shard:
 
     @property
     def vocab(self) -> range:
-        """Equally many on all ranks, for the gather; on the last ones they may go beyond the real words."""
+        """Equally many tokens on all ranks, for the gather; the last ones may go beyond the vocabulary."""
         rows = -(-self.whole.vocab_size // (self.world * VOCAB_MULTIPLE)) * VOCAB_MULTIPLE
         return range(self.rank * rows, (self.rank + 1) * rows)
 
@@ -91,20 +75,16 @@ class Shard:
         )
 
     def span(self, projection: str) -> tuple[int, int, range] | None:
-        """(dimension, size, part of it) of a weight, by its module's name in Hugging Face's layout; None: it is not dealt."""
+        """(dimension, size, part of it) of a weight, by its module's name in Hugging Face's layout; None: it is not divided."""
         c, dim = self.whole, self.whole.head_dim
         queries, keys = (range(h.start * dim, h.stop * dim) for h in (self.heads, self.kv_heads))
-        return {
-            "q_proj": (0, c.num_heads * dim, queries),
-            "k_proj": (0, c.num_kv_heads * dim, keys),
-            "v_proj": (0, c.num_kv_heads * dim, keys),
-            "o_proj": (1, c.num_heads * dim, queries),
-            "gate_proj": (0, c.intermediate_size, self.mlp),
-            "up_proj": (0, c.intermediate_size, self.mlp),
-            "down_proj": (1, c.intermediate_size, self.mlp),
-            "embed_tokens": (0, c.vocab_size, self.vocab),
-            "lm_head": (0, c.vocab_size, self.vocab),
-        }.get(projection)
+        mine = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "gate_proj": self.mlp, "up_proj": self.mlp}
+        sizes = c.fused["qkv_proj"] | c.fused["gate_up_proj"]
+        spans = {name: (0, sizes[name], part) for name, part in mine.items()}
+        spans |= dict.fromkeys(("embed_tokens", "lm_head"), (0, c.vocab_size, self.vocab))
+        # by columns, since their input is what the rank's own projections before them have put out
+        spans |= {"o_proj": (1, sizes["q_proj"], queries), "down_proj": (1, sizes["gate_proj"], self.mlp)}
+        return spans.get(projection)
 
     def take(self, name: str, weight: Tensor) -> Tensor:
         """This rank's part of a weight; rows beyond the vocabulary are zeros.
@@ -113,8 +93,10 @@ class Shard:
         """
         shape = weight.shape if isinstance(weight, Tensor) else weight.get_shape()
         span = self.span(name.split(".")[-2]) if "." in name else None
-        if span is None or span[0] >= len(shape):
-            return weight[:]
+        if span is None:
+            return weight[...]
+        if span[0] >= len(shape):  # the bias of a projection whose results are added up over the ranks: one has it
+            return weight[...] if self.rank == 0 else torch.zeros(shape)
         dim, size, part = span
         if shape[dim] != size:
             raise UserError(f"{name} has shape {list(shape)}, but config.json asks for {size} in dimension {dim}")
@@ -122,54 +104,23 @@ class Shard:
         taken = weight[first:last] if dim == 0 else weight[:, first:last]
         return F.pad(taken, (0, 0, 0, len(part) - (last - first))) if last - first < len(part) else taken
 
-    def read(self, file: safe_open, name: str) -> Tensor:
-        """`take`, out of an open file."""
-        return self.take(name, file.get_slice(name))
-
 
 def divides(config: ModelConfig, world: int) -> bool:
-    """Can a model be dealt to so many ranks?"""
+    """Can a model be divided among so many ranks?"""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     whole_heads = world <= kv_heads or (world % kv_heads == 0 and heads % world == 0)
     return whole_heads and config.intermediate_size % world == 0
 
 
-def load_shard(config: EngineConfig, ranks: Ranks | Alone) -> tuple[ModelConfig, Loaded]:
-    """common.checkpoint.load for a rank: the whole model's configuration, and this rank's part of it. Raises UserError."""
-    if ranks.world == 1:
-        loaded = load(config)
-        return loaded.model.config, loaded
-    whole, folder = load_config(config.model)
-    shard = Shard(whole, ranks.rank, ranks.world)
-    if ranks.staged:
-        if config.graph:
-            raise UserError("a CUDA graph can't record what ranks that share a GPU say to each other; use --no-graph")
-        config = replace(config, graph=False)
-    device, dtype = ranks.device, resolve_dtype(config.dtype, ranks.device)
-    kernels = select_kernels(config.attn, device, dtype, whole.head_dim)
-    config = config.resolve(device.type, whole.max_position)
-    model = empty_model(shard.config, device, dtype, kernels.ops)
-    if folder is None:
-        tensors = ((name, shard.take(name, tensor)) for name, tensor in dummy_tensors(whole, device, dtype))
-    else:
-        tensors = checkpoint_tensors(folder, device, shard.read)
-    load_weights(model, tensors)
-    shard_model(model, shard, ranks)
-    return whole, Loaded(config, finish_model(model, config.max_model_len), kernels, device, dtype)
+class RankPart:
+    """What a rank loads (see common.checkpoint.Part)."""
 
+    def __init__(self, ranks: Ranks | Alone, whole: ModelConfig):
+        self.shard, self.ranks = Shard(whole, ranks.rank, ranks.world), ranks
+        self.config, self.take = self.shard.config, self.shard.take
 
-def dummy_tensors(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) one at a time: the numbers that fill_dummy gives to the whole model, under Hugging Face's names."""
-    q, kv, mlp = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
-    sizes = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate_proj": mlp, "up_proj": mlp}
-    generator = dummy_generator(device)
-    for name, shape in empty_model(config, torch.device("meta"), dtype).named_parameters():
-        weight = fill_random(torch.empty(shape.shape, dtype=shape.dtype, device=device), generator)
-        *path, module, kind = name.split(".")
-        parts = [ours for ours, fused in FUSED.items() if fused == module]
-        pieces = weight.split([sizes[part] for part in parts]) if parts else [weight]
-        for part, piece in zip(parts or [module], pieces, strict=True):
-            yield ".".join((*path, part, kind)), piece
+    def attach(self, model: CausalLM) -> None:
+        shard_model(model, self.shard, self.ranks)
 
 
 def shard_model(model: CausalLM, shard: Shard, ranks: Ranks | Alone) -> None:
@@ -184,7 +135,7 @@ def shard_model(model: CausalLM, shard: Shard, ranks: Ranks | Alone) -> None:
 class RowParallel(nn.Module):
     """x [T, part of in] -> [T, out]: every rank multiplies its own columns of the weight, and the products add up.
 
-    The input is parted because the projection before it (qkv, gate_up) was by its rows, which takes no message at all.
+    The input is divided because the projection before it (qkv, gate_up) was, by its rows, which needs no communication.
     """
 
     def __init__(self, linear: nn.Linear, ranks: Ranks | Alone):
@@ -196,7 +147,7 @@ class RowParallel(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """ids [T] -> [T, hidden_size]: one rank has a word's row, the others add zeros."""
+    """ids [T] -> [T, hidden_size]: one rank has a token's row, the others add zeros."""
 
     def __init__(self, embedding: nn.Embedding, first: int, ranks: Ranks | Alone):
         super().__init__()
@@ -210,12 +161,12 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """hidden [S, hidden_size] -> logits [S, vocab_size] on every rank, each of which has computed those of its words."""
+    """hidden [S, hidden_size] -> logits [S, vocab_size] on every rank, each of which has computed those of its tokens."""
 
     def __init__(self, linear: nn.Linear, vocab_size: int, ranks: Ranks | Alone):
         super().__init__()
         self.linear, self.vocab_size, self.ranks = linear, vocab_size, ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
-        parts = self.ranks.all_gather(self.linear(hidden))  # [world, S, words of a rank]
+        parts = self.ranks.all_gather(self.linear(hidden))  # [world, S, tokens of a rank]
         return parts.transpose(0, 1).flatten(1)[:, : self.vocab_size]

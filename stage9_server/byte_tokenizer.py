@@ -4,8 +4,10 @@
 class ByteTokenizer:
     """The interface of common.tokenizer.Tokenizer. Ids from 256 on, which such a model draws too, are shown as numbers."""
 
-    strips_space = False
     longest_token = 1
+
+    def __init__(self):
+        self.special_tokens: dict[int, str] = {}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode())
@@ -13,7 +15,7 @@ class ByteTokenizer:
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: ")
 
-    def token_bytes(self, token: int, *, skip_special: bool = True) -> bytes:
+    def token_bytes(self, token: int, *, skip_special: bool = True, first: bool = False) -> bytes:
         return bytes([token]) if token < 256 else f"<{token}>".encode()
 
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str:

@@ -1,4 +1,4 @@
-"""The API server's side of the processes: who is up, which call waits for what, and what becomes of it when a worker dies.
+"""The API server's side of the processes: which workers are up, which call waits for what, and what happens to it when a worker dies.
 
 Owns the API server's inbox and the list of all sequences in flight. Lives in one asyncio loop.
 """
@@ -15,12 +15,12 @@ from stage9_server.messages import (
     Abort,
     Detokenize,
     Detokenized,
+    EngineStats,
     Failed,
     Message,
     Piece,
     Pieces,
     Ready,
-    Stats,
     Tokenize,
     Tokenized,
 )
@@ -38,8 +38,8 @@ class RequestFailed(Exception):
 
 
 @dataclass
-class Sequence:
-    """One uid that somebody waits for."""
+class OpenSequence:
+    """One uid that a call waits for."""
 
     answers: asyncio.Queue
     generates: bool  # or only asks a tokenizer something
@@ -52,7 +52,7 @@ class Peer:
 
     socket: zmq.Socket
     incarnation: int = 0
-    up: bool = False  # its present incarnation has said so
+    up: bool = False  # its present incarnation has reported Ready
 
 
 class Hub:
@@ -62,11 +62,11 @@ class Hub:
         self.inbox = pull_socket(self.context, folder, API)
         names = (SCHEDULER, DETOKENIZER, *self.tokenizers)
         self.workers = {name: Peer(push_socket(self.context, folder, name)) for name in names}
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, OpenSequence] = {}
         self.last_uid = 0
         self.info: dict = {}
-        self.stats: Stats | None = None
-        self.heard_at = 0.0  # when the scheduler last said something; it has to, once a second
+        self.stats: EngineStats | None = None
+        self.heard_at = 0.0  # when the scheduler last sent anything; it has to, once per second
         self.last_words: dict[str, Failed] = {}  # of workers that ended: uids empty, status the exit status
         self.draining = False
 
@@ -77,7 +77,7 @@ class Hub:
         return list(range(self.last_uid - n + 1, self.last_uid + 1))
 
     def health(self) -> str | None:
-        """None if requests are being answered, else a sentence that says why not."""
+        """None if requests are being answered, else a sentence with the reason."""
         if self.draining:
             return "the server is shutting down"
         down = [name for name in (SCHEDULER, DETOKENIZER) if not self.workers[name].up]
@@ -91,7 +91,7 @@ class Hub:
     async def stream(self, calls: list[Tokenize]) -> AsyncIterator[list[Piece]]:
         """All pieces of all sequences of the calls as they come, each time those that are waiting, until each has its end.
 
-        Raises RequestFailed as soon as one of them fails. Whoever leaves early (use contextlib.aclosing) aborts the rest.
+        Raises RequestFailed as soon as one of them fails. Leaving early (use contextlib.aclosing) aborts the rest.
         """
         open_uids = {uid for call in calls for uid in call.uids}
         answers: asyncio.Queue[Piece | Failed] = asyncio.Queue()
@@ -125,7 +125,7 @@ class Hub:
         return (await self.ask(Detokenize(self.new_uids(1), token_ids))).text
 
     def abort(self, uids: Iterable[int]) -> None:
-        """Nobody waits for these any more. All are told who may have them or get them."""
+        """These are not waited for any more. Every process that may have or get them is notified."""
         gone = {uid: sequence for uid in uids if (sequence := self.sequences.pop(uid, None))}
         holders = {SCHEDULER: [uid for uid, sequence in gone.items() if sequence.generates]}
         holders |= {
@@ -162,7 +162,7 @@ class Hub:
                 load[sequence.tokenizer] += 1
         name = min(load, key=load.get)
         for uid in message.uids:
-            self.sequences[uid] = Sequence(answers, generates, name)
+            self.sequences[uid] = OpenSequence(answers, generates, name)
         self.send(name, message)
 
     def send(self, to: str, message: Message) -> None:
@@ -182,7 +182,7 @@ class Hub:
             loop.remove_reader(self.inbox.FD)
 
     def handle(self, message: Message) -> None:
-        """What concerns a uid that nobody waits for is dropped."""
+        """A message about a uid that no call waits for is dropped."""
         if isinstance(message, Pieces):
             for piece in message.pieces:
                 self.answer(piece.uid, piece, piece.finish_reason is not None)
@@ -193,7 +193,7 @@ class Hub:
                 self.answer(uid, message, True)
         elif isinstance(message, Failed):
             self.last_words[message.worker] = message
-        elif isinstance(message, Stats):
+        elif isinstance(message, EngineStats):
             self.stats = message if self.workers[SCHEDULER].up else None
             self.heard_at = time.monotonic()
         elif isinstance(message, Ready):
@@ -210,13 +210,13 @@ class Hub:
 
     def ready(self, message: Ready) -> None:
         worker = self.workers[message.worker]
-        if message.incarnation == worker.incarnation:  # not from the grave
+        if message.incarnation == worker.incarnation:  # not from an earlier incarnation
             worker.up = True
             if message.worker == SCHEDULER:
                 self.info, self.heard_at = message.info, time.monotonic()
 
     def lost(self, name: str) -> None:
-        """A worker is dead: those whose calls were with it are told."""
+        """A worker is dead: the calls that were with it fail."""
         self.workers[name].up = False
         self.workers[name].incarnation += 1
         if name in self.tokenizers:
@@ -235,7 +235,7 @@ class Hub:
             answers.put_nowait(Failed([uid], status, message))
 
     async def drain(self, seconds: float) -> None:
-        """Let nobody in; let those who are being answered go on for so long, then end them."""
+        """Accept no further calls; let open answers go on for so long, then end them."""
         self.draining = True
         try:
             async with asyncio.timeout(seconds):

@@ -2,9 +2,9 @@
 
 Every process has one inbox, a ZMQ PULL socket on a file of its name in the server's private folder, and a PUSH socket to
 each inbox that it writes to. Sending never waits: queues have no limit, since what is in them is bounded by the
-requests that the API server lets in. A process that is started again takes the file over, and those who write to it find
-their way by themselves; what was on its way to the dead one may be lost or arrive, and both is harmless, because everything
-is about a uid, nobody uses a uid twice, and what concerns an unknown one is dropped.
+requests that the API server lets in. A process that is started again takes the file over, and the sockets that write to it
+reconnect by themselves; what was on its way to the dead one may be lost or arrive, and both is harmless, because everything
+is about a uid, no uid is used twice, and messages about an unknown one are dropped.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import zmq
@@ -30,7 +31,7 @@ ORPHANED = 128 + signal.SIGHUP  # status of a worker that ends because the API s
 
 
 class Settings(msgspec.Struct):
-    """All that a worker is told, as JSON in its command line."""
+    """All settings of a worker, as JSON in its command line."""
 
     name: str  # its own
     incarnation: int  # how many of its kind there were before
@@ -41,7 +42,7 @@ class Settings(msgspec.Struct):
 
 
 def push_socket(context: zmq.Context, folder: str, name: str) -> zmq.Socket:
-    """For writing to somebody's inbox, whether it is there already or not."""
+    """For writing to a process's inbox, whether that exists already or not."""
     socket = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 1000)  # ms that the last messages have to leave when it is closed
@@ -50,7 +51,7 @@ def push_socket(context: zmq.Context, folder: str, name: str) -> zmq.Socket:
 
 
 def pull_socket(context: zmq.Context, folder: str, name: str) -> zmq.Socket:
-    """Somebody's inbox."""
+    """A process's inbox."""
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.bind(f"ipc://{folder}/{name}")
@@ -72,7 +73,7 @@ def receive(socket: zmq.Socket) -> list[Message]:
 
 
 class Worker:
-    """A worker's side: its inbox, and those to whom it writes."""
+    """A worker's side: its inbox, and the inboxes that it writes to."""
 
     def __init__(self, settings: Settings):
         self.settings, self.context, self.parent = settings, zmq.Context(), os.getppid()
@@ -108,12 +109,13 @@ def read_settings() -> Settings:
 
 def run_worker(main: Callable[[Settings], None]) -> None:
     """A worker's process, `python -m stage9_server.NAME_worker SETTINGS`, from the beginning to its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody; the API server says what is to be done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the API server ends a worker, or its death does
     signal.signal(signal.SIGTERM, end_once)
     signal.signal(signal.SIGHUP, end_once)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
     settings, status = read_settings(), 0
+    sys.unraisablehook = partial(end_all_the_same, settings)
     try:
         if os.getppid() != settings.parent:  # it has gone before we could ask for the signal
             sys.exit(ORPHANED)
@@ -121,9 +123,20 @@ def run_worker(main: Callable[[Settings], None]) -> None:
             main(settings)
     except SystemExit as end:
         status = end.code
-    if status == ORPHANED:  # nobody else is left to do it
+    end_process(settings, status)
+
+
+def end_process(settings: Settings, status: int) -> None:
+    if status == ORPHANED:  # no other process is left to do it
         shutil.rmtree(settings.folder, ignore_errors=True)
     leave(status)
+
+
+def end_all_the_same(settings: Settings, lost) -> None:
+    """A signal may come where Python lets no exception out, for example at the end of an import."""
+    if isinstance(lost.exc_value, SystemExit):
+        end_process(settings, lost.exc_value.code)
+    sys.__unraisablehook__(lost)
 
 
 def end_once(number: int, _frame) -> None:
@@ -135,7 +148,7 @@ def end_once(number: int, _frame) -> None:
 
 @contextmanager
 def last_words(settings: Settings) -> Iterator[None]:
-    """An error is told to the API server and ends the process: with status 2 if it is the user's, else with 1."""
+    """An error is sent to the API server and ends the process: with status 2 if it is the user's, else with 1."""
     try:
         yield
     except Exception as error:

@@ -101,7 +101,7 @@ def engine(config: EngineConfig, stage: int) -> Callable[[list[workload.Item]], 
 
 
 def summary(timings: list[Timing], requests: int, in_line: bool) -> tuple[float, float]:
-    """(output tokens a second, median TTFT in ms). In line, the median request waits for half of the others."""
+    """(output tokens per second, median TTFT in ms). In line, the median request waits for half of the others."""
     first, last, tokens = np.array(timings).T
     if in_line:
         return round(tokens.sum() / last.sum(), 1), round(

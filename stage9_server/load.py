@@ -154,7 +154,7 @@ async def converse(server: Server, body: dict, conversations: list[list[dict]], 
 async def spread(
     jobs: list[Callable[[], Awaitable[T]]], concurrency: int | None = None, rate: float | None = None
 ) -> list[T]:
-    """Run all jobs: at most `concurrency` at once, or `rate` a second (Poisson), or all now."""
+    """Run all jobs: at most `concurrency` at once, or `rate` per second (Poisson), or all now."""
     slots = asyncio.Semaphore(concurrency or len(jobs))
 
     async def one(job: Callable[[], Awaitable[T]], delay: float) -> T:
@@ -238,7 +238,7 @@ class Summary:
 
     @property
     def throughput(self) -> float:
-        """Output tokens a second."""
+        """Output tokens per second."""
         return self.output_tokens / self.seconds
 
 

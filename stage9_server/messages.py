@@ -1,9 +1,9 @@
-"""What the processes say to each other: typed, in msgpack. Nothing here can run code when it is decoded.
+"""What the processes send to each other: typed, in msgpack. Nothing here can run code when it is decoded.
 
     API server -> tokenizer -> scheduler -> detokenizer -> API server
 
-and two short cuts: whoever wants a request to end tells the scheduler (Abort), and whoever can't serve one tells the API
-server (Failed). A uid is one sequence, given out by the API server; a call with n > 1 has n of them.
+and two short cuts: a process that wants a request to end sends Abort to the scheduler, and one that can't serve a request
+sends Failed to the API server. A uid is one sequence, given out by the API server; a call with n > 1 has n of them.
 """
 
 from typing import Any
@@ -58,8 +58,8 @@ class Generate(Struct, tag=True):
 
 
 class Abort(Struct, tag=True):
-    """API server or detokenizer -> scheduler: nobody wants the rest of these. API server -> tokenizer, scheduler ->
-    detokenizer: forget them.
+    """API server or detokenizer -> scheduler: the rest of these is not wanted any more.
+    API server -> tokenizer, scheduler -> detokenizer: forget them.
     """
 
     uids: list[int]
@@ -102,7 +102,7 @@ class TokenLogprob(Struct, array_like=True):
 class Piece(Struct, array_like=True):
     """What became certain of one sequence's text. May be empty text, with tokens that are part of a later character.
 
-    The first of a sequence has no tokens: it says that the engine has accepted the request.
+    The first of a sequence has no tokens: it means that the engine has accepted the request.
     """
 
     uid: int
@@ -121,7 +121,7 @@ class Pieces(Struct, tag=True):
 
 
 class Failed(Struct, tag=True):
-    """Anyone -> API server: these sequences get no (further) answer, and why. Without uids, a worker's last words."""
+    """Any process -> API server: these sequences get no (further) answer, and why. Without uids: why a worker ends."""
 
     uids: list[int]
     status: int  # HTTP; of a worker, its exit status
@@ -129,7 +129,7 @@ class Failed(Struct, tag=True):
     worker: str = ""
 
 
-class Stats(Struct, tag=True):
+class EngineStats(Struct, tag=True):
     """Scheduler -> API server, about once a second and whenever it becomes idle."""
 
     running: int
@@ -146,7 +146,7 @@ class Stats(Struct, tag=True):
 
 
 class Ready(Struct, tag=True):
-    """A worker -> API server: it is up, and what it has to say about the model."""
+    """A worker -> API server: it is up, with facts about the model."""
 
     worker: str
     incarnation: int
@@ -164,7 +164,7 @@ Message = (
     | Tokens
     | Pieces
     | Failed
-    | Stats
+    | EngineStats
     | Ready
 )
 encode = msgspec.msgpack.Encoder().encode

@@ -1,7 +1,7 @@
-"""What /metrics shows: the API server's own counts, and the scheduler's as it last told them. One registry an app.
+"""What /metrics shows: the API server's own counts, and the scheduler's as last reported. One registry per app.
 
 The counts are kept as plain numbers, because some are touched for every token; prometheus_client turns them into its
-text when somebody asks.
+text when it is asked for.
 """
 
 import time
@@ -13,7 +13,7 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from stage9_server.messages import Piece, Stats
+from stage9_server.messages import EngineStats, Piece
 
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)  # seconds
 ITL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)
@@ -23,7 +23,7 @@ FROM_STATS = {
     "sglang_running_requests": (GaugeMetricFamily, "Sequences that compute", lambda s: s.running),
     "sglang_waiting_requests": (GaugeMetricFamily, "Sequences in the queue", lambda s: s.waiting),
     "sglang_kv_usage": (GaugeMetricFamily, "Share of the KV pool in use, 0 to 1", lambda s: s.usage),
-    "sglang_pages_free": (GaugeMetricFamily, "Pages of the KV pool that nobody holds", lambda s: s.pages_free),
+    "sglang_pages_free": (GaugeMetricFamily, "Pages of the KV pool that no request holds", lambda s: s.pages_free),
     "sglang_pages": (GaugeMetricFamily, "Pages of the KV pool", lambda s: s.pages_total),
     "sglang_cache_hit_rate": (
         GaugeMetricFamily,
@@ -52,7 +52,7 @@ class Histogram:
 
 
 class Metrics:
-    def __init__(self, stats: Callable[[], Stats | None]):
+    def __init__(self, stats: Callable[[], EngineStats | None]):
         self.stats = stats
         self.requests: Counter[tuple[str, int]] = Counter()  # (endpoint, status)
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0

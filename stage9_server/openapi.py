@@ -31,7 +31,7 @@ ERRORS = {
     404: "There is no such model",
     413: "The body is too large",
     415: "The body is not declared as JSON",
-    429: "Too many sequences are in flight",
+    429: "Too many sequences or log-probabilities are in flight, or too many bytes of requests",
     500: "The server, or one of its processes, failed",
     503: "The queue is full, or something is being restarted or shut down",
 }
@@ -80,7 +80,7 @@ def posting(path: str) -> dict:
     body = {"schema": {"$ref": TEMPLATE.format(model=BODIES[path].__name__)}}
     answer = {"application/json": {"schema": {"type": "object"}}}
     if path in STREAMED:
-        answer["text/event-stream"] = {}  # server-sent events, of which a schema says nothing
+        answer["text/event-stream"] = {}  # server-sent events, which a schema can't describe
     return operation(path, answer) | {"requestBody": {"required": True, "content": {"application/json": body}}}
 
 

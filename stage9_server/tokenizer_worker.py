@@ -1,4 +1,4 @@
-"""Text to token ids, beside the engine: a slow template or a long text delays nobody's next token."""
+"""Text to token ids, beside the engine: a slow template or a long text delays no token of other requests."""
 
 import resource
 import signal
@@ -28,7 +28,7 @@ class Tokenizing:
         self.tokenizer, self.time_limit = tokenizer, time_limit
 
     def handle(self, message: Tokenize | Detokenize) -> tuple[str, Message]:
-        """(who gets it, the answer). A call that fails, for whatever reason, is its caller's problem alone."""
+        """(receiver, answer). A call that fails, for whatever reason, affects no other call."""
         try:
             with time_limit(self.time_limit):
                 if isinstance(message, Detokenize):
@@ -41,7 +41,7 @@ class Tokenizing:
             reason = str(error)
         except TimeoutError:
             reason = f"the tokenizer or the chat template took longer than {self.time_limit:g} s"
-        except Exception as error:  # the template is somebody's program, the ids are anybody's
+        except Exception as error:  # the template is a program that came with the model, the ids come from the client
             reason = f"the input can't be tokenized: {str(error) or type(error).__name__}"
         return API, Failed(message.uids, 400, reason)
 
@@ -83,7 +83,7 @@ def too_long(limit: int, tokens: str) -> str:
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """TimeoutError after so many seconds of Python. Code that Python can't interrupt ends the process soon after: SIGVTALRM,
-    which nobody handles.
+    which is handled nowhere.
     """
 
     def give_up(*_):

@@ -1,4 +1,4 @@
-"""The default model, many kinds of prompts, every stage's engine: all must say what Hugging Face says, greedily, in float32.
+"""The default model, many kinds of prompts, every stage's engine: all greedy texts must be Hugging Face's, in float32.
 
     python -m tests.differential                          # 200 prompts through all stages: an hour on two cores
     python -m tests.differential --stages 5 8 --prompts 40
@@ -87,7 +87,7 @@ def make_cases(tokenizer: Tokenizer, count: int, max_len: int, max_tokens: int, 
     for i in range(count):
         kind = [*makers][i % len(makers)]
         ids = makers[kind]()[-max_len:]
-        cases.append(Case(kind, ids, min(max_tokens, max_len - len(ids) + 1)))  # the last token needs no row
+        cases.append(Case(kind, ids, min(max_tokens, max_len - len(ids) + 1)))  # the last token needs no slot
     return cases
 
 
@@ -109,8 +109,8 @@ class HuggingFace:
         return self.model(torch.tensor([ids])).logits[0, -1]
 
 
-def speaker(stage: int, max_len: int) -> Callable[[list[Case]], list[list[int]]]:
-    """What a stage says to cases, all of them at once where it can; a pool of two long texts makes it hard."""
+def answerer(stage: int, max_len: int) -> Callable[[list[Case]], list[list[int]]]:
+    """A stage's texts for cases, all of them at once where it can; a pool of two long texts makes it hard."""
     config = EngineConfig(
         device="cpu",
         dtype="float32",
@@ -126,11 +126,11 @@ def speaker(stage: int, max_len: int) -> Callable[[list[Case]], list[list[int]]]
         return lambda cases: [[*generate(m.model, m.kernels, case.ids, case.max_tokens)] for case in cases]
     engine = BUILDERS[stage].build_engine(config)
 
-    def speak(cases: list[Case]) -> list[list[int]]:
+    def answer(cases: list[Case]) -> list[list[int]]:
         params = [SamplingParams(max_tokens=case.max_tokens) for case in cases]
         return [req.output_ids for req in engine.generate([case.ids for case in cases], params)]
 
-    return speak
+    return answer
 
 
 def compare(hf: HuggingFace, case: Case, expected: list[int], got: list[int]) -> Difference | None:
@@ -160,7 +160,7 @@ def main() -> int:
     print(f"Hugging Face: {sum(map(len, expected))} tokens, {time.perf_counter() - start:.0f} s", flush=True)
     errors = 0
     for stage in args.stages:
-        start, texts = time.perf_counter(), speaker(stage, args.max_len)(cases)
+        start, texts = time.perf_counter(), answerer(stage, args.max_len)(cases)
         found = [d for c, e, t in zip(cases, expected, texts, strict=True) if (d := compare(hf, c, e, t))]
         ties = sum(d.gap < NEAR for d in found)
         print(

@@ -1,4 +1,4 @@
-"""Random histories of an engine: what was asked of it, what it said, and whether that is what it should have said."""
+"""Random histories of an engine: what was asked of it, which texts came, and whether they are the right ones."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -7,12 +7,12 @@ from stage2_req.params import SamplingParams
 
 
 class History:
-    """Of one engine. `want` and `said` are by uid; what ended, and why, is in `ended`."""
+    """Of one engine. `want` and `texts` are by uid; what ended, and why, is in `ended`."""
 
     def __init__(self, engine, rng: random.Random):
         self.engine, self.rng = engine, rng
         self.want: dict[int, tuple[list[int], str]] = {}
-        self.said: dict[int, list[int]] = {}
+        self.texts: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
 
     def add(
@@ -28,7 +28,7 @@ class History:
         end = next((i + 1 for i, token in enumerate(text[:n]) if token in stop), n)
         reason = "stop_token" if stop & set(text[:n]) else "max_tokens"
         uid = self.engine.add(prompt, params(stop))
-        self.want[uid], self.said[uid] = (text[:end], reason), []
+        self.want[uid], self.texts[uid] = (text[:end], reason), []
 
     def abort_one(self, chance: float) -> None:
         if (live := [uid for uid in self.want if uid not in self.ended]) and self.rng.random() < chance:
@@ -39,16 +39,16 @@ class History:
     def step(self) -> None:
         for output in self.engine.step():
             assert output.uid not in self.ended
-            self.said[output.uid].append(output.token_id)
+            self.texts[output.uid].append(output.token_id)
             if output.finish_reason:
                 self.ended[output.uid] = output.finish_reason
         self.engine.cache.check_integrity()
 
     def check(self) -> None:
-        """At the end: everybody has said what was wanted, those that were aborted a beginning of it; nothing is held."""
+        """At the end: every text is the one that was wanted, that of an aborted request a beginning of it; nothing is held."""
         for uid, (text, reason) in self.want.items():
             if self.ended[uid] == "abort":
-                assert self.said[uid] == text[: len(self.said[uid])]
+                assert self.texts[uid] == text[: len(self.texts[uid])]
             else:
-                assert (self.said[uid], self.ended[uid]) == (text, reason)
+                assert (self.texts[uid], self.ended[uid]) == (text, reason)
         assert self.engine.stats().usage == 0

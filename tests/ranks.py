@@ -20,7 +20,7 @@ class Meeting:
         self.barrier, self.things = threading.Barrier(world), [None] * world
 
     def exchange(self, rank: int, thing) -> list:
-        """Everybody's thing, in the order of the ranks. BrokenBarrierError once one of the threads has failed."""
+        """Every rank's thing, in the order of the ranks. BrokenBarrierError once one of the threads has failed."""
         self.things[rank] = thing
         self.barrier.wait()
         things = list(self.things)
@@ -51,10 +51,10 @@ class ThreadRanks:
         assert x.is_contiguous()
         return x.copy_(self.exchange(x.clone())[0])
 
-    def tell(self, message: bytes = b"") -> bytes:
+    def broadcast_bytes(self, message: bytes = b"") -> bytes:
         return self.exchange(message)[0]
 
-    def share(self, numbers: list[int]) -> list[list[int]]:
+    def all_gather_ints(self, numbers: list[int]) -> list[list[int]]:
         return self.exchange(numbers)
 
 

@@ -82,7 +82,7 @@ class Clients:
         return body | fields
 
     def error(self, answer: httpx.Response) -> str:
-        """Every one has OpenAI's form and says something."""
+        """Every one has OpenAI's form and a message."""
         known = answer.status_code in (400, 404, 413, 429, 500, 503) and len(answer.json()["error"]["message"]) > 10
         return str(answer.status_code) if known else f"broken: {answer.status_code} {answer.text[:100]}"
 
@@ -266,7 +266,7 @@ def main() -> None:
     for name, samples in report.samples.items():
         for key in samples[0]:
             print(f"{name:12} {key:14}", *(f"{sample[key]:.0f}" for sample in samples))
-    print(*(report.faults or ["nothing is left, and everyone was answered"]), sep="\n")
+    print(*(report.faults or ["nothing is left, and every call was answered"]), sep="\n")
     sys.exit(bool(report.faults))
 
 

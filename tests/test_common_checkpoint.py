@@ -346,8 +346,8 @@ def test_a_window_that_is_not_used_caps_nothing(tmp_path):
     assert load(qwen2.config()).config.max_model_len == MAX_POSITION
 
 
-@pytest.mark.parametrize(("eos", "expected"), [([7, 8, 9], {7, 8, 9}), (5, {5}), ([], set()), (None, set())])
-def test_all_eos_ids_of_the_generation_config(eos, expected, llama, tmp_path):
+@pytest.mark.parametrize(("eos", "expected"), [([7, 8, 9], {3, 7, 8, 9}), (5, {3, 5}), ([], {3}), (None, {3})])
+def test_all_eos_ids_of_both_configs(eos, expected, llama, tmp_path):
     folder = copy_with_eos(llama, tmp_path / "eos", eos)
     edit_config(folder, eos_token_id=3)
     config, _ = load_config(str(folder))

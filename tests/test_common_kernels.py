@@ -44,7 +44,7 @@ def paged(sequences, page_size: int, seed: int = 0):
     """[S, Hkv, D] tensors scattered over shuffled pages [num_pages, page_size, Hkv, D], and the table [B, P] int32."""
     counts = [-(-len(s) // page_size) for s in sequences]
     order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed))
-    pages = torch.full((len(order), page_size, *sequences[0].shape[1:]), 1e3)  # rows of nobody must not matter
+    pages = torch.full((len(order), page_size, *sequences[0].shape[1:]), 1e3)  # pages without an owner must not matter
     table, used = torch.zeros(len(sequences), max(counts), dtype=torch.int32), 0
     for b, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         mine = order[used : used + count]
@@ -88,8 +88,8 @@ def test_varlen_with_a_block_table(heads, page_size):
         torch.testing.assert_close(out[rows], naive(q[rows], k[b], v[b], True), **TOLERANCE)
 
 
-def test_who_has_no_keys_gets_zeros():
-    """As a recorded step relies on, for whoever is not there."""
+def test_a_query_without_keys_gets_zeros():
+    """As a captured step relies on, for its padding."""
     q, (k, v) = randn(9, 4, 8), randn(2, 5, 3, 2, 8)  # 5 pages of 3
     table = torch.arange(5, dtype=torch.int32).expand(3, -1)
     out = portable.flash_attn_varlen_func(q, k, v, cu([2, 4, 3]), cu([0, 5, 0]), 4, 5, causal=True, block_table=table)
@@ -102,7 +102,7 @@ def test_who_has_no_keys_gets_zeros():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("layout", ["slots", "batch_idx", "page 1", "page 4", "page 16"])
+@pytest.mark.parametrize("layout", ["regions", "batch_idx", "page 1", "page 4", "page 16"])
 @pytest.mark.parametrize("lens", [[6], [5, 17, 3, 16], [12, 12]], ids=str)
 def test_kvcache(lens, layout, heads, new, causal):
     q = randn(len(lens), new, heads[0], 8)
@@ -112,14 +112,14 @@ def test_kvcache(lens, layout, heads, new, causal):
         (k_cache, table), (v_cache, _) = (paged(x, int(layout.split()[1])) for x in (k, v))
         where["block_table"] = table
     else:
-        slots = list(range(len(lens)))
+        regions = list(range(len(lens)))
         if layout == "batch_idx":
-            slots = [2 * b + 1 for b in reversed(slots)]
-            where["cache_batch_idx"] = torch.tensor(slots, dtype=torch.int32)
-        length = max(lens) if layout == "slots" else 20
-        k_cache, v_cache = (torch.full((max(slots) + 1, length, heads[1], 8), 1e3) for _ in range(2))
-        for b, slot in enumerate(slots):
-            k_cache[slot, : lens[b]], v_cache[slot, : lens[b]] = k[b], v[b]
+            regions = [2 * b + 1 for b in reversed(regions)]
+            where["cache_batch_idx"] = torch.tensor(regions, dtype=torch.int32)
+        length = max(lens) if layout == "regions" else 20
+        k_cache, v_cache = (torch.full((max(regions) + 1, length, heads[1], 8), 1e3) for _ in range(2))
+        for b, region in enumerate(regions):
+            k_cache[region, : lens[b]], v_cache[region, : lens[b]] = k[b], v[b]
     seqlens = torch.tensor(lens, dtype=torch.int32)
     out = portable.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=seqlens, causal=causal, **where)
     assert out.shape == q.shape
@@ -128,11 +128,11 @@ def test_kvcache(lens, layout, heads, new, causal):
     if min(lens) >= new:  # the new tokens' K and V taken away, and given to the function to store
         fresh, stored = ([x[b][-new:] for b in range(len(lens))] for x in (k, v)), (k_cache.clone(), v_cache.clone())
         for b, n in enumerate(lens):
-            for row in range(n - new, n):
+            for position in range(n - new, n):
                 if "block_table" in where:
-                    at = where["block_table"][b, row // k_cache.shape[1]], row % k_cache.shape[1]
+                    at = where["block_table"][b, position // k_cache.shape[1]], position % k_cache.shape[1]
                 else:
-                    at = slots[b], row
+                    at = regions[b], position
                 k_cache[at] = v_cache[at] = 1e3
         fresh = (torch.stack(x) for x in fresh)
         again = portable.flash_attn_with_kvcache(

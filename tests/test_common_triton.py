@@ -81,9 +81,9 @@ def decode_reference(q, k, v, lens, table):
     for b, n in enumerate(lens.tolist()):
         if n:
             pages = table[b, : -(-n // page)]
-            rows = [cache[pages].flatten(0, 1)[None, :n].double().cpu() for cache in (k, v)]
+            keys_values = [cache[pages].flatten(0, 1)[None, :n].double().cpu() for cache in (k, v)]
             out[b] = portable.flash_attn_with_kvcache(
-                q[b : b + 1].double().cpu(), *rows, cache_seqlens=lens[b : b + 1].cpu()
+                q[b : b + 1].double().cpu(), *keys_values, cache_seqlens=lens[b : b + 1].cpu()
             )[0]
     return out.to(q.device)
 
@@ -91,7 +91,7 @@ def decode_reference(q, k, v, lens, table):
 @everywhere
 @pytest.mark.parametrize("dim, groups", [(64, 1), (128, 2), (64, 8), (128, 4)])
 @pytest.mark.parametrize("page", [1, 16, 64, 256])
-def test_decode_reads_the_right_rows(page, dim, groups, device):
+def test_decode_reads_the_right_slots(page, dim, groups, device):
     case = decode_case([1, 0, page, page + 1, 90], page, dim, groups, 1 if device == "cpu" else 2, device)
     close(decode(*case), decode_reference(*case), device)
 
@@ -114,13 +114,13 @@ def test_decode_does_not_depend_on_the_number_of_splits(per_sm, device, monkeypa
 
 
 @everywhere
-def test_decode_from_slots(device):
+def test_decode_from_fixed_regions(device):
     k, v = random(2, 4, 200, 2, 64, device=device)
     q, lens = random(3, 1, 4, 64, device=device, seed=1), torch.tensor([200, 1, 77], dtype=torch.int32, device=device)
-    for slots in (torch.tensor([3, 0, 2], device=device), None):
-        got = triton_decode.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, cache_batch_idx=slots)
-        rows = [t.float()[[0, 1, 2] if slots is None else slots] for t in (k, v)]
-        close(got, portable.flash_attn_with_kvcache(q.float(), *rows, cache_seqlens=lens), device)
+    for regions in (torch.tensor([3, 0, 2], device=device), None):
+        got = triton_decode.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, cache_batch_idx=regions)
+        theirs = [t.float()[[0, 1, 2] if regions is None else regions] for t in (k, v)]
+        close(got, portable.flash_attn_with_kvcache(q.float(), *theirs, cache_seqlens=lens), device)
 
 
 @everywhere
@@ -163,13 +163,13 @@ def test_decode_in_a_graph_follows_lengths_and_pages():
 @pytest.mark.gpu
 @NO_GPU
 def test_decode_from_a_pool_beyond_32_bits():
-    rows = 2**31 // 1024 + 1000  # of 8 heads x 128 values: the last pages start past element 2 ** 31
-    k = torch.empty(rows, 1, 8, 128, dtype=torch.bfloat16, device="cuda")
+    slots = 2**31 // 1024 + 1000  # of 8 heads x 128 values: the last pages start past element 2 ** 31
+    k = torch.empty(slots, 1, 8, 128, dtype=torch.bfloat16, device="cuda")
     last = random(500, 1, 8, 128, device="cuda")
     k[-500:] = last
     q, lens = random(2, 1, 16, 128, device="cuda", seed=1), torch.tensor([500, 499], dtype=torch.int32, device="cuda")
-    table = torch.arange(rows - 500, rows, dtype=torch.int32, device="cuda").expand(2, -1)
-    close(decode(q, k, k, lens, table), decode_reference(q, last, last, lens, table - (rows - 500)), "cuda")
+    table = torch.arange(slots - 500, slots, dtype=torch.int32, device="cuda").expand(2, -1)
+    close(decode(q, k, k, lens, table), decode_reference(q, last, last, lens, table - (slots - 500)), "cuda")
 
 
 @everywhere
@@ -207,7 +207,7 @@ def test_prefill(dim, groups, even, page, causal, device):
 @everywhere
 @pytest.mark.parametrize("page", [None, 1])
 def test_prefill_of_more_sequences_than_a_program_looks_at_together(page, device):
-    """Most of them have no queries, and two have no keys: who sees nothing gets zeros."""
+    """Most of them have no queries, and two have no keys: a query without keys gets zeros."""
     new, every = [0] * 140, [0] * 140
     new[0], new[70], new[139] = 40, 260, 30
     every[70] = 280
@@ -268,10 +268,10 @@ def test_store_kv(heads_kv, dim, device):
     heads = random(5, 4 * heads_kv, dim, device=device)
     k, v = heads.split(heads_kv, 1)[2:]
     pools = random(2, 20, heads_kv, dim, device=device, seed=1)
-    rows = torch.tensor([3, -1, 0, 19, 7], device=device)
+    slots = torch.tensor([3, -1, 0, 19, 7], device=device)
     want = pools.clone()
-    want[:, rows[rows >= 0]] = torch.stack((k, v))[:, rows >= 0]
-    triton_ops.store_kv(*pools, rows, k, v)
+    want[:, slots[slots >= 0]] = torch.stack((k, v))[:, slots >= 0]
+    triton_ops.store_kv(*pools, slots, k, v)
     assert torch.equal(pools, want)
 
 
@@ -350,10 +350,10 @@ def test_linear_elsewhere_is_that_of_pytorch():
 
 
 def row_keys(rows, device):
-    """Keys as `noise_keys` gives them: two int64 tensors [rows] of 32-bit halves."""
-    halves = np.random.default_rng(rows).integers(2**32, size=(2, rows))
+    """Keys as `noise_keys` gives them: [2, rows] int32, the halves of 64 bits."""
+    halves = np.random.default_rng(rows).integers(2**32, size=(2, rows)).astype(np.uint32)
     halves[:, 0] = (0, 2**32 - 1)
-    return torch.from_numpy(halves).to(device)
+    return torch.from_numpy(halves.view(np.int32)).to(device)
 
 
 @everywhere
@@ -381,7 +381,7 @@ def test_of_equal_logits_the_first_wins(device):
     logits = torch.zeros(3, 9000, device=device)
     logits[1, [8999, 5000, 4097]] = 1
     logits[2] = -torch.inf
-    zeros = torch.zeros(3, dtype=torch.int64, device=device)
+    zeros = torch.zeros(3, dtype=torch.int32, device=device)
     got = triton_sample.gumbel_argmax(logits, zeros.float(), zeros, zeros)
     assert got.tolist() == [0, 4097, 0]
 

@@ -206,7 +206,7 @@ def test_stop_token_ends_the_text_even_if_eos_is_ignored(build, llama):
     (1, 100, 40, "length"),
 ])  # fmt: skip
 def test_the_end_at_max_model_len(build, llama, prompt_len, max_tokens, count, reason):
-    """max_model_len rows: the last token of all needs none, so a prompt that fills them still yields one token."""
+    """max_model_len slots: the last token of all needs none, so a prompt that fills them still yields one token."""
     prompt = llama.prompt(prompt_len)
     (req,) = build(llama.config(max_model_len=40)).generate([prompt], SamplingParams(max_tokens=max_tokens))
     assert (req.output_ids, req.finish_reason) == (reference(llama, prompt, count), reason)
@@ -304,7 +304,7 @@ def test_logprobs_are_those_of_the_hugging_face_model(build, name, tiny_checkpoi
 
 
 @every_engine
-def test_logprobs_come_with_the_outputs_of_those_who_asked(build, llama):
+def test_logprobs_come_with_the_outputs_of_the_requests_that_asked(build, llama):
     engine = build(llama.config())
     asked = engine.add(llama.prompt(4), SamplingParams(max_tokens=3, logprobs=2))
     other = engine.add(llama.prompt(5), SamplingParams(max_tokens=3))
@@ -318,7 +318,7 @@ def test_logprobs_come_with_the_outputs_of_those_who_asked(build, llama):
 
 @pytest.fixture(scope="module")
 def real_answers(default_model):
-    """Three chats as token ids, and what Hugging Face's greedy generate says to them."""
+    """Three chats as token ids, and Hugging Face's greedy continuation of each."""
     from transformers import AutoModelForCausalLM
 
     hf = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32)
@@ -332,7 +332,7 @@ def real_answers(default_model):
 
 
 @pytest.mark.parametrize("build", ONE_A_STAGE.values(), ids=ONE_A_STAGE)
-def test_the_default_model_speaks_as_in_hugging_face(build, real_answers):
+def test_the_default_model_answers_as_in_hugging_face(build, real_answers):
     engine = build(EngineConfig(device="cpu", dtype="float32", max_model_len=64))
     prompts, answers = zip(*real_answers, strict=True)
     reqs = engine.generate(prompts, SamplingParams(max_tokens=16, ignore_eos=True))

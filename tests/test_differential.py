@@ -3,7 +3,7 @@
 import pytest
 
 from common.tokenizer import load_tokenizer
-from tests.differential import Case, HuggingFace, compare, make_cases, speaker
+from tests.differential import Case, HuggingFace, answerer, compare, make_cases
 
 MAX_LEN, COUNT = 40, 12
 
@@ -15,7 +15,7 @@ def hf(default_model):
 
 @pytest.fixture(scope="module")
 def answers(hf):
-    """One case of every kind, and what Hugging Face says."""
+    """One case of every kind, and Hugging Face's texts."""
     cases = make_cases(load_tokenizer("smollm2-135m"), COUNT, MAX_LEN, 3)
     return [(case, hf.text(case)) for case in cases]
 
@@ -24,7 +24,7 @@ def answers(hf):
 def test_a_handful_of_prompts(hf, answers, stage):
     cases = [case for case, _ in answers]
     assert len({case.kind for case in cases}) == len(cases)
-    texts = speaker(stage, MAX_LEN)(cases)
+    texts = answerer(stage, MAX_LEN)(cases)
     assert [compare(hf, case, text, got) for (case, text), got in zip(answers, texts, strict=True)] == [None] * COUNT
 
 

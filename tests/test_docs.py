@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from common.cli import flag_table
+
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("stage*/README*.md")])
+PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("stage*/*.md")])
 CHAPTERS = sorted(page.parent for page in PAGES if page.name == "README.zh.md" and page.parent != ROOT)
+BOTH = [page for page in PAGES if page.parent != ROOT and not page.name.endswith(".zh.md")]  # each has its .zh.md
 SECTIONS = [
     *("The question", "A picture", "Predict first", "Read the code", "Run it", "What you should see"),
     *("Questions", "In the real SGLang", "What the next stage fixes"),
@@ -23,6 +26,7 @@ SECTIONS = [
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 LINE_LINK = re.compile(r"\[`([\w.]+)`\]\(([^)#\s]+)#L\d+\)")
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
+FLAGS = re.compile(r"^\| `--.*`.*\|.*\|.*\|.*\|$", flags=re.M)
 PIECE = 64  # the most numbers in a part of a record that one row of a table may come from
 
 
@@ -99,6 +103,12 @@ def repaired(text: str, folder: Path) -> str:
         return f"[`{wanted}`]({path}#L{lines[0]})"
 
     return LINE_LINK.sub(move, text)
+
+
+def with_flags(text: str) -> str:
+    """The README with the table of flags as the code has it."""
+    table = "\n".join(flag_table()) + "\n"
+    return re.sub(r"(?:^\| `--.*`.* \|.*\|.*\|\n){5,}", lambda _: table, text, flags=re.M)
 
 
 def flat(value) -> list[float]:
@@ -194,11 +204,12 @@ def test_sections(chapter):
     assert [title for title in found if title in wanted] == wanted
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS, ids=name)
-def test_both_languages_say_the_same(chapter):
-    english, chinese = ((chapter / file).read_text() for file in ("README.md", "README.zh.md"))
-    assert english.splitlines()[0] == "English · [中文](README.zh.md)"
-    assert chinese.splitlines()[0] == "[English](README.md) · 中文"
+@pytest.mark.parametrize("page", BOTH, ids=name)
+def test_both_languages_say_the_same(page):
+    translated = page.with_suffix(".zh.md")
+    english, chinese = page.read_text(), translated.read_text()
+    assert english.splitlines()[0] == f"English · [中文]({translated.name})"
+    assert chinese.splitlines()[0] == f"[English]({page.name}) · 中文"
     for page in (english, chinese):
         assert "TODO" not in page
     levels = [[heading.split()[0] for heading in headings(page)] for page in (english, chinese)]
@@ -212,7 +223,21 @@ def test_both_languages_say_the_same(chapter):
     assert targets[0] == targets[1]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name == "README.zh.md"], ids=name)
+def test_the_flags_of_the_readme():
+    """Both tables have the flags and defaults of the code; the English one is made of it."""
+    assert with_flags((ROOT / "README.md").read_text()) == (ROOT / "README.md").read_text(), (
+        "run: python -m tests.test_docs"
+    )
+    ours, theirs = ([row.split("|")[1:-1] for row in FLAGS.findall(text)] for text in (
+        "\n".join(flag_table()) + "\n", (ROOT / "README.zh.md").read_text()
+    ))  # fmt: skip
+    assert [re.findall("`[^`]+`", row[0]) for row in theirs] == [re.findall("`[^`]+`", row[0]) for row in ours]
+    for (flag, _, *defaults), (_, _, *translated) in zip(ours, theirs, strict=True):
+        for here, there in zip(defaults, translated, strict=True):
+            assert here.strip() == there.strip() or re.search(r"[\u4e00-\u9fff]", there), flag
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name.endswith(".zh.md")], ids=name)
 def test_a_chinese_page_links_to_chinese_pages(page):
     targets = [target for _, target in links(page.read_text()) if target.endswith("/README.md")]
     assert [t for t in targets if (page.parent / t).with_name("README.zh.md").exists()] == []
@@ -229,6 +254,8 @@ def test_what_you_should_see_was_seen(chapter):
 if __name__ == "__main__":
     for page in PAGES:
         try:
-            page.write_text(repaired(page.read_text(), page.parent))
+            page.write_text(
+                repaired(with_flags(page.read_text()) if page == ROOT / "README.md" else page.read_text(), page.parent)
+            )
         except AssertionError as error:
             print(f"{name(page)}: {error}")

@@ -1,8 +1,11 @@
-"""The list of mutations keeps up with the code: lines, tests and the table in README.md."""
+"""The list of mutations keeps up with the code: lines, tests and the table in README.md. So does its list of files."""
+
+import re
 
 import pytest
 
 from tests.mutations import MUTATIONS, ROOT, table
+from tests.test_docs import section
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
@@ -14,3 +17,8 @@ def test_line_and_test_are_there(mutation):
 
 def test_the_table_is_in_the_readme():
     assert table() in (ROOT / "tests" / "README.md").read_text()
+
+
+def test_the_readme_names_every_file():
+    listed = re.findall(r"`(\w+\.py)`", section((ROOT / "tests" / "README.md").read_text(), "What each file is for"))
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "tests").glob("*.py") if path.name != "__init__.py")

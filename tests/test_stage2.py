@@ -4,6 +4,7 @@ function of (seed, position) alone, and the engine refuses what it cannot serve 
 
 import math
 from collections import Counter
+from dataclasses import FrozenInstanceError, fields
 
 import numpy as np
 import pytest
@@ -14,11 +15,10 @@ from common.kernels import ops
 from stage2_req.build import build_engine
 from stage2_req.params import SamplingParams
 from stage2_req.req import Batch, Req
-from stage2_req.sampling import Sampler, keep_likeliest, noise_keys
+from stage2_req.sampling import GumbelSampler, adjusted, keep_likeliest, noise_keys
 from stage2_req.trace import TracedRunner
 from tests.conftest import copy_with_eos, reference
 
-CPU = torch.device("cpu")
 DRAWS = 20_000
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5])
 
@@ -33,7 +33,7 @@ def make_req(params, prompt=(0,), output=(), seed=0, uid=0) -> Req:
 def sample(logits, params, *, seeds=(0,), prompt=(0,), output=()) -> list[int]:
     """One draw a seed from the same logits, all in one call of the sampler."""
     reqs = [make_req(params, prompt, output, seed) for seed in seeds]
-    return Sampler()(torch.as_tensor(logits).expand(len(reqs), -1), reqs).tokens.tolist()
+    return GumbelSampler()(torch.as_tensor(logits).expand(len(reqs), -1), reqs).tokens.tolist()
 
 
 def frequencies(logits, **params) -> np.ndarray:
@@ -59,7 +59,7 @@ def assert_close(seen, expected) -> None:
 @pytest.mark.parametrize(("field", "values"), {
     "temperature": [-0.1, 1e7, 10**400, math.nan, math.inf, "1", None],
     "top_k": [-2, 2**31, math.nan],
-    "top_p": [0, -0.5, 1.5, math.nan],
+    "top_p": [-0.5, 1.5, math.nan],
     "min_p": [-0.1, 1.1, math.nan],
     "repetition_penalty": [0, -1, math.nan, math.inf],
     "presence_penalty": [-2.1, 2.1, math.nan],
@@ -85,7 +85,7 @@ def test_numbers_of_numpy_become_pythons():
 
 
 @pytest.mark.parametrize("params", [
-    {"temperature": 0}, {"temperature": 5.0}, {"top_k": -1}, {"top_k": 0}, {"top_k": 10**9}, {"top_p": 1},
+    {"temperature": 0}, {"temperature": 5.0}, {"top_k": -1}, {"top_k": 0}, {"top_k": 10**9}, {"top_p": 1}, {"top_p": 0},
     {"top_p": 1e-9}, {"min_p": 0}, {"min_p": 1}, {"presence_penalty": -2}, {"frequency_penalty": 2}, {"max_tokens": 1},
     {"logprobs": 0}, {"logprobs": 20}, {"logit_bias": {0: 100, 1: -100}}, {"seed": -1}, {"seed": 2**64},
     {"stop_token_ids": [1, 2]},
@@ -140,7 +140,7 @@ def test_each_row_of_a_batch_has_its_own_filters():
     ]
     params.append(SamplingParams())
     reqs = [make_req(params[i % len(params)], seed=i) for i in range(6000)]
-    tokens = Sampler()(LOGITS.expand(len(reqs), -1), reqs).tokens.tolist()
+    tokens = GumbelSampler()(LOGITS.expand(len(reqs), -1), reqs).tokens.tolist()
     assert [set(tokens[i :: len(params)]) for i in range(len(params))] == [
         {0, 1, 2, 3, 4, 5},
         {0},
@@ -219,7 +219,7 @@ def test_huge_logits_do_not_overflow(size, temperature, filters):
 
 
 def scores(params, logits, prompt, output) -> list[float]:
-    return Sampler().adjust(torch.tensor([logits]), [make_req(params, prompt, output)])[0].tolist()
+    return adjusted(torch.tensor([logits]), [make_req(params, prompt, output)])[0].tolist()
 
 
 def test_repetition_penalty_counts_prompt_and_output_once():
@@ -252,7 +252,7 @@ def test_penalties_change_the_choice_of_their_own_row_only():
         make_req(SamplingParams(logit_bias={2: 5.0}), prompt=[0]),
     ]
     before = logits.clone()
-    assert Sampler()(logits, reqs).tokens.tolist() == [1, 0, 2]
+    assert GumbelSampler()(logits, reqs).tokens.tolist() == [1, 0, 2]
     assert torch.equal(logits, before)
 
 
@@ -262,7 +262,7 @@ def test_a_bias_shifts_the_distribution():
 
 def test_logprobs_are_of_the_model_not_of_the_adjusted_scores():
     params = SamplingParams(temperature=0.5, top_k=2, logit_bias={3: 50.0}, logprobs=3)
-    tokens, entries = Sampler()(LOGITS[None], [make_req(params)]).to_host()
+    tokens, entries = GumbelSampler()(LOGITS[None], [make_req(params)]).to_host()
     expected = np.log(softmax(LOGITS))
     assert tokens == [3]
     assert entries[0].chosen == pytest.approx(expected[3], abs=1e-5)
@@ -270,8 +270,8 @@ def test_logprobs_are_of_the_model_not_of_the_adjusted_scores():
     assert [value for _, value in entries[0].top] == pytest.approx(expected[[0, 5, 1]], abs=1e-5)
 
 
-def test_more_logprobs_than_words_gives_all_words():
-    _, entries = Sampler()(LOGITS[None], [make_req(SamplingParams(logprobs=20))]).to_host()
+def test_more_logprobs_than_tokens_gives_all_tokens():
+    _, entries = GumbelSampler()(LOGITS[None], [make_req(SamplingParams(logprobs=20))]).to_host()
     assert sorted(token for token, _ in entries[0].top) == [0, 1, 2, 3, 4, 5]
 
 
@@ -279,10 +279,10 @@ def test_more_logprobs_than_words_gives_all_words():
 def test_the_greedy_fast_path_equals_the_full_path(dtype):
     logits = torch.randn(64, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
     reqs = [make_req(SamplingParams()) for _ in range(64)]
-    fast = Sampler()(logits, reqs).tokens.tolist()
+    fast = GumbelSampler()(logits, reqs).tokens.tolist()
     assert fast == logits.float().numpy().argmax(-1).tolist()
     for params in (SamplingParams(logprobs=1), SamplingParams(temperature=1.0), SamplingParams(logit_bias={0: -1.0})):
-        assert Sampler()(logits, [*reqs[:-1], make_req(params)]).tokens.tolist()[:-1] == fast[:-1]
+        assert GumbelSampler()(logits, [*reqs[:-1], make_req(params)]).tokens.tolist()[:-1] == fast[:-1]
 
 
 # --- noise ------------------------------------------------------------------------------------------------------
@@ -333,24 +333,55 @@ def test_a_sampled_token_does_not_depend_on_the_batch():
         {"temperature": 2.0, "presence_penalty": 1.0, "top_k": 9},
     ]
     reqs = [make_req(SamplingParams(**kinds[i % 4]), prompt=range(i + 1), output=[i], seed=i) for i in range(40)]
-    together = Sampler()(logits, reqs).tokens.tolist()
-    assert together == [Sampler()(logits[i : i + 1], [req]).tokens.item() for i, req in enumerate(reqs)]
+    together = GumbelSampler()(logits, reqs).tokens.tolist()
+    assert together == [GumbelSampler()(logits[i : i + 1], [req]).tokens.item() for i, req in enumerate(reqs)]
 
 
 # --- batches ----------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_puts_decodes_first_the_longest_at_the_head_and_knows_who_is_sampled():
+@pytest.fixture
+def mixed_batch():
+    """Two prompts and two decodes, in the wrong order; their uids are their lengths."""
     reqs = [make_req(SamplingParams(), prompt=range(n), uid=n) for n in (6, 4, 1, 9)]
     reqs[1].cached_len = 3
     reqs[3].cached_len = 2
-    batch = Batch([(reqs[0], 6), (reqs[2], 1), (reqs[1], 1), (reqs[3], 4)])
-    batch.prepare(CPU)
-    assert [req.uid for req in batch.reqs] == [4, 1, 6, 9]
-    assert batch.num_decode == 2
-    assert batch.positions.tolist() == [3, 0, 0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
-    assert [req.uid for req in batch.sampled] == [4, 1, 6]  # of 9's positions, three are still to come
-    assert batch.last_index.tolist() == [0, 1, 7]
+    return Batch.build([(reqs[0], 6), (reqs[2], 1), (reqs[1], 1), (reqs[3], 4)], [50, 51, 52, 53])
+
+
+def test_a_batch_puts_decodes_first_and_knows_what_is_sampled(mixed_batch):
+    assert [req.uid for req in mixed_batch.reqs] == [1, 4, 6, 9]
+    assert mixed_batch.table_idx.tolist() == [51, 52, 50, 53]
+    assert mixed_batch.num_decodes == 2
+    assert mixed_batch.num_tokens == 12
+    assert mixed_batch.prefix_lens.tolist() == [0, 3, 0, 2]
+    assert mixed_batch.extend_lens.tolist() == [1, 1, 6, 4]
+    assert mixed_batch.seq_lens.tolist() == [1, 4, 6, 6]
+    assert mixed_batch.input_ids().tolist() == [0, 3, 0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
+    assert mixed_batch.positions().tolist() == [0, 3, 0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
+    assert mixed_batch.sample_mask.tolist() == [True, True, True, False]
+    assert [req.uid for req in mixed_batch.sampled] == [1, 4, 6]  # of 9's positions, three are still to come
+    assert mixed_batch.last_indices().tolist() == [0, 1, 7]
+
+
+def test_a_batch_does_not_follow_its_requests(mixed_batch):
+    """The host reads a step's tokens when the requests' lengths have moved on."""
+    for req in mixed_batch.reqs:
+        req.cached_len, req.device_len = req.device_len, req.device_len + 1
+    assert mixed_batch.positions().tolist() == [0, 3, 0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
+    assert mixed_batch.last_indices().tolist() == [0, 1, 7]
+
+
+def test_a_batch_is_frozen(mixed_batch):
+    for field in fields(Batch):
+        with pytest.raises(FrozenInstanceError):
+            setattr(mixed_batch, field.name, None)
+    with pytest.raises(FrozenInstanceError):
+        mixed_batch.input = None  # and nothing can be added
+
+
+def test_there_is_no_batch_without_requests():
+    assert Batch.build([], []) is None
 
 
 # --- the engine -------------------------------------------------------------------------------------------------
@@ -388,6 +419,50 @@ def test_add_refuses_a_bad_request_and_changes_nothing(engine, message):
     assert not engine.has_work()
 
 
+def test_the_caller_may_choose_the_uid(engine, llama):
+    """And then the engine's own numbers go on after the largest."""
+    params, lengths = SamplingParams(max_tokens=3), {7: 3, 2: 5, 8: 4, 9: 1}
+    assert engine.add(llama.prompt(3), params, 7) == 7
+    assert engine.add(llama.prompt(5), params, uid=2) == 2
+    assert engine.add(llama.prompt(4), params) == 8
+    assert engine.add(llama.prompt(1), params) == 9
+    texts = {uid: [] for uid in lengths}
+    while engine.has_work():
+        for output in engine.step():
+            texts[output.uid].append(output.token_id)
+    assert texts == {uid: reference(llama, llama.prompt(n), 3) for uid, n in lengths.items()}
+    (req,) = engine.generate([llama.prompt(4)], params)
+    assert req.uid == 10
+
+
+def test_the_noise_of_a_request_without_a_seed_is_that_of_its_uid(engine, llama):
+    params = SamplingParams(temperature=1.0, max_tokens=12)
+    first, other = (req.output_ids for req in engine.generate([llama.prompt(4)] * 2, params))
+    assert first != other
+    assert engine.add(llama.prompt(4), params, uid=1) == 1
+    assert [output.token_id for _ in range(12) for output in engine.step()] == other
+
+
+def test_a_uid_that_is_in_use_is_refused_and_nothing_changes(engine, llama):
+    """Whether its request runs or waits. Once that has ended, the uid is free again."""
+    runs = engine.add(llama.prompt(3), SamplingParams(max_tokens=4))
+    waits = engine.add(llama.prompt(5), SamplingParams(max_tokens=2), 30)
+    outputs = engine.step()
+    before = engine.stats()
+    assert (before.running, before.waiting) == (1, 1)
+    for uid in (runs, waits):
+        with pytest.raises(UserError, match=f"uid {uid} belongs to a request that has not ended"):
+            engine.add(llama.prompt(9), SamplingParams(max_tokens=9), uid)
+    assert engine.stats() == before
+    while engine.has_work():
+        outputs += engine.step()
+    for uid, length, n in ((runs, 3, 4), (waits, 5, 2)):
+        assert [output.token_id for output in outputs if output.uid == uid] == reference(llama, llama.prompt(length), n)
+    assert engine.add(llama.prompt(4), SamplingParams(max_tokens=1), runs) == runs
+    assert engine.add(llama.prompt(4), SamplingParams(max_tokens=1)) == 31
+    assert Counter(output.uid for _ in range(2) for output in engine.step()) == {runs: 1, 31: 1}
+
+
 def test_generate_checks_all_before_it_starts_any(engine, llama):
     with pytest.raises(UserError, match="empty"):
         engine.generate([[1], [2], []], SamplingParams())
@@ -411,11 +486,11 @@ def test_generate_needs_an_idle_engine(engine):
     assert engine.stats().waiting == 1
 
 
-@pytest.mark.parametrize("interrupted_part", ["runner.run", "sampler", "scheduler.update"])
+@pytest.mark.parametrize("interrupted_part", ["runner.forward", "runner.sampler", "scheduler.update"])
 @pytest.mark.parametrize("after", [0, 1, 5])
 def test_an_interrupted_generate_leaves_nothing_behind(engine, llama, monkeypatch, interrupted_part, after):
-    owner, _, name = interrupted_part.rpartition(".")
-    target = getattr(engine, owner) if owner else engine
+    owner, _, name = interrupted_part.partition(".")
+    target = getattr(engine, owner)
     original, calls = getattr(target, name), []
 
     def interrupt(*args):

@@ -36,7 +36,7 @@ def test_a_prompt_at_once_then_one_position_a_step(llama):
     assert (stats.steps, stats.computed_tokens, stats.output_tokens) == (10, 9 + 4 + 1 + 4, 10)
 
 
-def test_each_position_has_its_row_and_no_other_is_touched(llama):
+def test_each_position_has_its_slot_and_no_other_is_touched(llama):
     engine = build_engine(llama.config(max_model_len=64))
     pool = pool_of(engine)
     for half in (pool.k, pool.v):
@@ -45,7 +45,7 @@ def test_each_position_has_its_row_and_no_other_is_touched(llama):
     engine.generate([llama.prompt(10)], SamplingParams(max_tokens=6))
     for half in (pool.k, pool.v):
         for layer in half:
-            assert (layer[15:] == 1e3).all()  # 10 + 6 tokens, of which the last needs no row
+            assert (layer[15:] == 1e3).all()  # 10 + 6 tokens, of which the last needs no slot
             assert not (layer[:15] == 1e3).any()
 
 
@@ -80,7 +80,7 @@ def test_an_aborted_request_leaves_nothing_behind(llama):
     assert req.output_ids == reference(llama, llama.prompt(30), 20)
 
 
-def test_usage_is_the_share_of_rows_with_a_cached_position(llama):
+def test_usage_is_the_share_of_slots_with_a_cached_position(llama):
     engine = build_engine(llama.config(max_model_len=40))
     assert engine.stats().usage == 0
     engine.add(llama.prompt(10), SamplingParams(max_tokens=3))
@@ -99,10 +99,11 @@ def test_a_pool_takes_the_memory_that_the_formula_says(llama):
     assert taken == 100 * m.model.config.kv_bytes_per_token(2)
 
 
-def test_store_puts_rows_where_it_is_told(llama):
-    pool = KVCachePool(load(llama.config()), 8)
+def test_new_keys_and_values_go_to_their_slots(llama):
+    m = load(llama.config())
+    pool = KVCachePool(m, 8)
     k, v = torch.randn(2, 3, *pool.k[0].shape[1:])
-    pool.store(1, torch.tensor([6, 0, 3]), k, v)
+    m.kernels.ops.store_kv(pool.k[1], pool.v[1], torch.tensor([6, 0, 3]), k, v)
     assert torch.equal(pool.k[1][[6, 0, 3]], k)
     assert torch.equal(pool.v[1][[6, 0, 3]], v)
     assert pool.k[1][[1, 2, 4, 5, 7]].abs().sum() == pool.k[0].abs().sum() == 0

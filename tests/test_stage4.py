@@ -1,11 +1,13 @@
-"""Stage 4: the same text whatever the budget, the number of slots and the order of arrival; a long prompt delays
-nobody's next token and a crowd of short ones does not starve it; slots are handed on clean; an abort hurts nobody else.
+"""Stage 4: the same text whatever the budget, the number of regions and the order of arrival; a long prompt delays no
+running request's next token and a crowd of short ones does not starve it; regions are handed on clean; an abort leaves
+the other requests as they were.
 """
 
 import random
 from dataclasses import replace
 from itertools import groupby
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,12 +16,15 @@ from common.kernels import portable
 from stage2_req.params import SamplingParams
 from stage2_req.req import Batch, Req
 from stage2_req.trace import TracedRunner
-from stage4_batch.attention import SlotAttention
+from stage4_batch.attention import PagedAttention
 from stage4_batch.build import build_engine
-from stage4_batch.cache import SlotCacheManager
+from stage4_batch.cache import FixedCacheManager
+from stage4_batch.page_table import PageTable
+from stage4_batch.scheduler import pick_running
 from tests.conftest import copy_with_eos, reference
 from tests.test_conformance import reasons, run, step, tokens
 
+CPU = torch.device("cpu")
 UNLIMITED = 10_000
 BUDGETS = (1, 7, 64, UNLIMITED)
 MAX_LEN = 80
@@ -74,7 +79,7 @@ def run_at_random(engine, checkpoint, seed: int, rounds: int = 1) -> dict[int, t
 @pytest.mark.parametrize("max_running", [1, 3, 8])
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_text_does_not_depend_on_budget_slots_and_order(build, llama, budget, max_running, seed):
+def test_the_text_does_not_depend_on_budget_regions_and_order(build, llama, budget, max_running, seed):
     for prompt, n, outputs in run_at_random(build(budget, max_running), llama, seed).values():
         assert tokens(outputs) == reference(llama, prompt, n)
         assert reasons(outputs) == [None] * (n - 1) + ["max_tokens"]
@@ -103,7 +108,7 @@ def test_equal_prompts_at_once(build, llama, budget):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_the_shortest_answers(build, llama, tmp_path, budget):
-    """One token asked for, the eos at once, a prompt that fills max_model_len: one token each, and the slot is free."""
+    """One token asked for, the eos at once, a prompt that fills max_model_len: one token each, and the region is free."""
     prompt, other = llama.prompt(9), llama.prompt(30)
     eos = reference(llama, prompt, 1)[0]
     text = reference(llama, other, 40)
@@ -116,7 +121,7 @@ def test_the_shortest_answers(build, llama, tmp_path, budget):
     assert engine.stats().usage == 0
 
 
-# --- who computes when ------------------------------------------------------------------------------------------
+# --- what computes when -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", [4, 5, 16, 40, UNLIMITED])
@@ -152,7 +157,7 @@ def test_the_order_of_the_steps(build, llama, budget, max_running):
 
 
 def test_no_running_request_waits_even_when_there_are_more_of_them_than_the_budget(build, llama):
-    """A budget that is lowered under way holds newcomers back, and nobody else."""
+    """A budget that is lowered under way holds newcomers back, and no other request."""
     engine = build(budget=64)
     uids = [engine.add(llama.prompt(3, i), greedy(20)) for i in range(5)]
     step(engine)
@@ -163,9 +168,35 @@ def test_no_running_request_waits_even_when_there_are_more_of_them_than_the_budg
     assert tokens(run(engine)[late]) == reference(llama, llama.prompt(4), 3)
 
 
+def make_req(uid: int, length: int, cached_len: int = 0) -> Req:
+    req = Req(uid, [0] * length, greedy(1000), 0, 1000, frozenset())
+    req.cached_len = cached_len
+    return req
+
+
+@pytest.mark.parametrize(
+    ("budget", "picks"),
+    [
+        (0, [(3, 1), (1, 1), (4, 1)]),
+        (3, [(3, 1), (1, 1), (4, 1)]),
+        (7, [(3, 1), (1, 1), (4, 1), (0, 4)]),
+        (25, [(3, 1), (1, 1), (4, 1), (0, 20), (2, 2)]),
+        (99, [(3, 1), (1, 1), (4, 1), (0, 20), (2, 6)]),
+    ],
+)
+def test_decodes_come_first_the_longest_at_the_head(budget, picks):
+    """Then prompts under way, the oldest first, with what the budget leaves. The queue itself stays in its order."""
+    running = [make_req(0, 20), make_req(1, 5, 4), make_req(2, 9, 3), make_req(3, 8, 7), make_req(4, 1)]
+    done = make_req(5, 3, 2)
+    done.device_len = done.max_device_len  # its last token is under way
+    running.append(done)
+    assert [(req.uid, n) for req, n in pick_running(running, budget)] == picks
+    assert [req.uid for req in running] == [0, 1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize(("budget", "max_running"), [(3, 2), (8, 2), (16, 4), (64, 8), (UNLIMITED, 3)])
 def test_an_endless_stream_of_short_prompts_does_not_starve_a_long_one(build, llama, budget, max_running):
-    """The bound: those ahead compute all they have to at full budget, or are done in turns of max_running answers."""
+    """The bound: the requests ahead compute all they have to at full budget, or are done in turns of max_running answers."""
     short, answer, long, ahead = 5, 6, 70, 12
     engine = build(budget, max_running)
     for i in range(ahead):
@@ -184,10 +215,10 @@ def test_an_endless_stream_of_short_prompts_does_not_starve_a_long_one(build, ll
     assert tokens(output for _, output in seen) == reference(llama, llama.prompt(long), 4)
 
 
-# --- slots ------------------------------------------------------------------------------------------------------
+# --- fixed regions ----------------------------------------------------------------------------------------------
 
 
-def test_a_slot_is_taken_in_the_step_after_it_was_given_back(build, llama):
+def test_a_region_is_taken_in_the_step_after_it_was_given_back(build, llama):
     engine = build(max_running=2)
     engine.generate([llama.prompt(4, i) for i in range(5)], [greedy(n) for n in (3, 4, 5, 6, 7)])
     steps = {}
@@ -196,7 +227,7 @@ def test_a_slot_is_taken_in_the_step_after_it_was_given_back(build, llama):
     assert [(s[0], s[-1]) for s in steps.values()] == [(0, 2), (0, 3), (3, 7), (4, 9), (8, 14)]
 
 
-def test_a_slot_is_used_again_over_stale_rows(build, llama):
+def test_a_region_is_used_again_over_stale_slots(build, llama):
     engine = build(max_running=1)
     for length, n in [(MAX_LEN, 1), (2, 40), (70, 3), (1, 20), (30, 30)]:
         (req,) = engine.generate([llama.prompt(length)], greedy(n))
@@ -204,28 +235,57 @@ def test_a_slot_is_used_again_over_stale_rows(build, llama):
 
 
 def test_an_admitted_request_starts_from_zero():
-    cache, req = SlotCacheManager(num_slots=1, max_len=8), Req(0, [1, 2, 3], greedy(5), 0, 8, frozenset())
+    cache, req = FixedCacheManager(1, 8, CPU), Req(0, [1, 2, 3], greedy(5), 0, 8, frozenset())
     for _ in range(2):
         assert cache.admit(req)
         assert (req.cached_len, req.extend_len) == (0, 3)
-        cache.extend(batch := Batch([(req, 3)]))
-        cache.commit(batch)
+        picks = [(req, 3)]
+        cache.commit(Batch.build(picks, cache.allocate(picks)))
         assert req.cached_len == 3
         cache.release(req)
+
+
+def test_each_request_has_a_region_of_its_own():
+    cache, reqs = FixedCacheManager(3, 8, CPU), [make_req(uid, 8) for uid in range(4)]
+    assert [cache.admit(req) for req in reqs] == [True, True, True, False]
+    table_idx = cache.allocate([(req, 8) for req in reqs[:3]])
+    slots = cache.page_table.slots(table_idx.repeat(8), np.tile(np.arange(8), 3))
+    assert sorted(slots.tolist()) == [*range(3 * 8)]  # all of the pool, and no slot twice
+    for request in slots.reshape(3, 8):
+        assert request.tolist() == [*range(request[0], request[0] + 8)]
+    cache.release(reqs[1])
+    assert cache.admit(reqs[3])
+    assert cache.allocate([(reqs[3], 8)]).tolist() == [table_idx[1]]
 
 
 @pytest.mark.parametrize("spoil", [
     lambda cache: cache.free.pop(),  # lost
     lambda cache: cache.free.append(cache.free[0]),  # free twice
-    lambda cache: cache.free.append(cache.slots[0]),  # free and owned
+    lambda cache: cache.free.append(cache.table_idx[0]),  # free and owned
 ])  # fmt: skip
-def test_the_integrity_check_sees_a_slot_that_is_lost_or_owned_twice(build, llama, spoil):
+def test_the_integrity_check_sees_a_region_that_is_lost_or_owned_twice(build, llama, spoil):
     engine = build(max_running=3)
     engine.add(llama.prompt(4), greedy(5))
     step(engine)
     spoil(engine.cache)
-    with pytest.raises(AssertionError, match="slot"):
+    with pytest.raises(AssertionError, match="region"):
         engine.cache.check_integrity()
+
+
+@pytest.mark.parametrize(("page_size", "pages"), [(1, 5), (3, 4), (8, 1)])
+def test_a_page_table_maps_positions_to_slots(page_size, pages):
+    """By the entries that were written, of whatever requests and columns, on the host as on the device."""
+    table = PageTable(4, pages, page_size, CPU)
+    numbers = np.random.default_rng(0).permutation(4 * pages).astype(np.int32).reshape(4, pages)
+    for requests in ([2, 0, 1], [3]):  # several at once, and one alone
+        table_idx, columns = (x.flatten() for x in np.meshgrid(requests, range(pages)))
+        table.write(table_idx, columns, numbers[table_idx, columns])
+    assert np.array_equal(table.host, numbers)
+    assert np.array_equal(table.device.numpy(), numbers)
+    for request in range(4):
+        for position in range(pages * page_size):
+            (slot,) = table.slots(np.array([request]), np.array([position]))
+            assert slot == numbers[request, position // page_size] * page_size + position % page_size
 
 
 # --- abort ------------------------------------------------------------------------------------------------------
@@ -233,7 +293,7 @@ def test_the_integrity_check_sees_a_slot_that_is_lost_or_owned_twice(build, llam
 
 @pytest.fixture
 def crowd(build, llama):
-    """An engine of 3 slots and 8 tokens a step, in which 0 and 1 decode, 2 is half-prefilled, and 3 and 4 wait."""
+    """An engine of 3 regions and 8 tokens per step, in which 0 and 1 decode, 2 is half-prefilled, and 3 and 4 wait."""
     engine, outputs = build(budget=8, max_running=3), {}
     for length, n in [(3, 12), (4, 12), (40, 4), (5, 4), (6, 4)]:
         engine.add(llama.prompt(length), greedy(n))
@@ -247,7 +307,7 @@ def crowd(build, llama):
 
 
 @pytest.mark.parametrize("victims", [[0], [1], [2], [3], [4], [2, 3], [0, 1, 2], [4, 3, 2, 1], [0, 1, 2, 3, 4]])
-def test_abort_in_any_state_hurts_nobody_else(crowd, victims):
+def test_abort_in_any_state_leaves_the_others_as_they_were(crowd, victims):
     engine, outputs, expected = crowd
     for uid in victims:
         assert engine.abort(uid)
@@ -262,7 +322,7 @@ def test_abort_in_any_state_hurts_nobody_else(crowd, victims):
 
 
 def test_abort_while_the_step_is_under_way(build, llama):
-    """Between launch and collect: the token is dropped, even if it would have been the last, and the slot is free."""
+    """Between launch and collect: the token is dropped, even if it would have been the last, and the region is free."""
     engine = build()
     prompts = [llama.prompt(n) for n in (5, 6, 7)]
     last, going, other = (engine.add(prompt, greedy(n)) for prompt, n in zip(prompts, (2, 9, 4), strict=True))
@@ -325,32 +385,36 @@ def test_the_progress_bar_counts_requests_and_changes_nothing(build, llama, caps
     assert [req.output_ids for req in loud] == [req.output_ids for req in silent]
 
 
-# --- the decode kernel over slots -------------------------------------------------------------------------------
+# --- the decode kernel over fixed regions -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("lens", [[5], [1, 9, 4], [16, 16], [7, 7, 7, 7, 7]])
-def test_the_decode_kernel_finds_each_request_in_its_slot(heads, lens):
-    """Against the attention of the prompt kernel over the same rows; other slots and later rows hold large values."""
-    generator, (heads_q, heads_kv), dim, slots = torch.Generator().manual_seed(len(lens)), heads, 8, 6
+def test_the_decode_kernel_finds_each_request_in_its_region(heads, lens):
+    """Against the attention of the prompt kernel over the same keys; other regions and later slots hold large values."""
+    generator, (heads_q, heads_kv), dim, regions = torch.Generator().manual_seed(len(lens)), heads, 8, 6
     q = torch.randn(len(lens), 1, heads_q, dim, generator=generator)
-    k, v = torch.full((2, slots, 16, heads_kv, dim), 1e3)
-    where = random.Random(len(lens)).sample(range(slots), len(lens))
-    rows = [torch.randn(2, n, heads_kv, dim, generator=generator) for n in lens]
-    for slot, n, (new_k, new_v) in zip(where, lens, rows, strict=True):
-        k[slot, :n], v[slot, :n] = new_k, new_v
-    seqlens, slot_ids = torch.tensor(lens, dtype=torch.int32), torch.tensor(where, dtype=torch.int32)
-    out = portable.flash_attn_with_kvcache(q, k, v, cache_seqlens=seqlens, cache_batch_idx=slot_ids, causal=True)
+    k, v = torch.full((2, regions, 16, heads_kv, dim), 1e3)
+    where = random.Random(len(lens)).sample(range(regions), len(lens))
+    stored = [torch.randn(2, n, heads_kv, dim, generator=generator) for n in lens]
+    for region, n, (new_k, new_v) in zip(where, lens, stored, strict=True):
+        k[region, :n], v[region, :n] = new_k, new_v
+    seqlens, region_ids = torch.tensor(lens, dtype=torch.int32), torch.tensor(where, dtype=torch.int32)
+    out = portable.flash_attn_with_kvcache(q, k, v, cache_seqlens=seqlens, cache_batch_idx=region_ids, causal=True)
     bounds_q, bounds_k = (torch.tensor([0, *n], dtype=torch.int32).cumsum(0) for n in ([1] * len(lens), lens))
-    keys, values = (torch.cat([pair[i] for pair in rows]) for i in (0, 1))
+    keys, values = (torch.cat([pair[i] for pair in stored]) for i in (0, 1))
     expected = portable.flash_attn_varlen_func(q[:, 0], keys, values, bounds_q, bounds_k, 1, max(lens), causal=True)
+    torch.testing.assert_close(out[:, 0], expected, atol=1e-5, rtol=1e-5)
+    table = region_ids[:, None]  # as the engine has it: a region is a page
+    out = portable.flash_attn_with_kvcache(q, k, v, cache_seqlens=seqlens, block_table=table, causal=True)
     torch.testing.assert_close(out[:, 0], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_kernel_that_reads_blocks_says_what_size_it_wants(build):
-    """flash-attn reads blocks of 256 rows: a slot of 80 is told so before anything is computed, one of 512 is served."""
+    """flash-attn reads blocks of 256 tokens: a region of 80 is refused before anything is computed, one of 512 is served."""
     attention = build().runner.runner.attention
-    kernels, rest = replace(attention.kernels, block_multiple=256), (attention.pool, attention.cache, attention.device)
+    kernels = replace(attention.kernels, block_multiple=256)
     with pytest.raises(UserError, match="blocks of 256 tokens, not 80"):
-        SlotAttention(kernels, *rest)
-    assert SlotAttention(kernels, *rest, block_size=512).block_size == 512
+        PagedAttention(kernels, attention.pool, attention.page_table)
+    regions = PageTable(max_running=1, max_pages=1, page_size=512, device=CPU)
+    assert PagedAttention(kernels, attention.pool, regions).page_table.page_size == 512

@@ -1,5 +1,5 @@
 """Stage 5: no page is handed out twice, a request holds what it needs and no more, the text does not depend on the page
-size, and whoever is retracted goes on to exactly the same text; what can't be served is refused in words.
+size, and a retracted request goes on to exactly the same text; what can't be served is refused in words.
 """
 
 from itertools import groupby
@@ -112,33 +112,35 @@ def make_req(uid: int, length: int) -> Req:
 
 
 def held_pages(cache: PagedCacheManager) -> int:
-    return round(cache.usage() * cache.allocator.num_pages)
+    stats = cache.stats()
+    assert stats.usage == pytest.approx(1 - stats.free_pages / stats.num_pages)
+    return stats.num_pages - stats.free_pages
 
 
 def compute(cache: PagedCacheManager, *picks: tuple[Req, int]) -> None:
     """What a step does to the lengths: the positions of each pick, then a new token where the last one was computed."""
-    cache.extend(batch := Batch(picks))
+    batch = Batch.build(picks, cache.allocate(picks))
     cache.commit(batch)
     for req in batch.sampled:
         req.device_len += 1
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])
-def test_a_request_holds_as_many_pages_as_its_rows_need(page_size):
-    """Page edges: a prompt that ends on one takes no page too many, and the first row past it takes the next."""
+def test_a_request_holds_as_many_pages_as_its_positions_need(page_size):
+    """Page edges: a prompt that ends on one takes no page too many, and the first position past it takes the next."""
     for length in range(1, 3 * page_size + 2):
         cache, req = make_cache(100 // page_size, page_size), make_req(0, length)
         assert cache.admit(req)
         assert held_pages(cache) == 0
         compute(cache, (req, length))
-        for rows in range(length, length + 2 * page_size + 2):
-            assert req.cached_len == rows
-            assert held_pages(cache) == -(-rows // page_size)
+        for positions in range(length, length + 2 * page_size + 2):
+            assert req.cached_len == positions
+            assert held_pages(cache) == -(-positions // page_size)
             cache.check_integrity()
             compute(cache, (req, 1))
         cache.release(req)
         cache.check_integrity()
-        assert cache.usage() == 0
+        assert cache.stats().usage == 0
 
 
 def test_a_chunk_takes_pages_for_itself_alone():
@@ -149,7 +151,7 @@ def test_a_chunk_takes_pages_for_itself_alone():
         assert held_pages(cache) == pages
 
 
-def test_extend_is_all_or_nothing():
+def test_allocate_is_all_or_nothing():
     cache, big, *reqs = make_cache(12, 4), make_req(0, 12), make_req(1, 8), make_req(2, 8)
     assert cache.admit(big)  # and it takes nothing yet
     for req in reqs:
@@ -157,35 +159,35 @@ def test_extend_is_all_or_nothing():
         compute(cache, (req, 8))
     for _ in range(8):
         compute(cache, (reqs[0], 1), (reqs[1], 1))
-    table = cache.table.copy()
+    table = cache.page_table.host.copy()
     with pytest.raises(OutOfPages, match="5 pages wanted, 4 free"):
-        cache.extend(Batch([(reqs[0], 1), (reqs[1], 1), (big, 12)]))
+        cache.allocate([(reqs[0], 1), (reqs[1], 1), (big, 12)])
     cache.check_integrity()
     assert held_pages(cache) == 8
-    assert np.array_equal(cache.table, table)
+    assert np.array_equal(cache.page_table.host, table)
     compute(cache, (reqs[0], 1), (big, 12))
     cache.check_integrity()
     assert held_pages(cache) == 12
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4])
-def test_extend_may_be_asked_twice(page_size):
+def test_allocate_may_be_asked_twice(page_size):
     cache, reqs = make_cache(60, page_size), [make_req(uid, length) for uid, length in enumerate((5, 1, 8))]
     for req in reqs:
         assert cache.admit(req)
-        cache.extend(Batch([(req, req.extend_len)]))
-    table, held = cache.table.copy(), held_pages(cache)
-    cache.extend(batch := Batch([(req, req.extend_len) for req in reqs]))
-    cache.extend(Batch([(reqs[2], 3)]))  # fewer positions than it has pages for
+        cache.allocate([(req, req.extend_len)])
+    table, held = cache.page_table.host.copy(), held_pages(cache)
+    table_idx = cache.allocate([(req, req.extend_len) for req in reqs]).tolist()
+    assert cache.allocate([(reqs[2], 3)]) == table_idx[2:]  # fewer positions than it has pages for
     assert held_pages(cache) == held == sum(-(-n // page_size) for n in (5, 1, 8))
-    assert np.array_equal(cache.table, table)
-    assert len(batch.rows) == len(set(batch.rows.tolist())) == 3
+    assert np.array_equal(cache.page_table.host, table)
+    assert len(table_idx) == len(set(table_idx)) == 3
     cache.check_integrity()
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("running", [1, 2, 3])
-def test_admission_leaves_head_room_for_those_who_run(page_size, running):
+def test_admission_leaves_head_room_for_running_requests(page_size, running):
     """All known tokens of the newcomer and RESERVE tokens for every running request must fit, or it waits."""
     length = 10
     pages = -(-length // page_size)
@@ -207,13 +209,15 @@ def test_the_largest_request_is_admitted_to_an_empty_pool(page_size):
     assert cache.max_len == 5 * page_size
     req = make_req(0, 5 * page_size)
     assert cache.admit(req)
-    cache.extend(Batch([(req, 5 * page_size)]))
-    assert cache.usage() == 1
+    cache.allocate([(req, 5 * page_size)])
+    assert cache.stats().usage == 1
 
 
-def test_no_more_requests_than_rows():
+def test_no_more_requests_than_the_table_has_rows():
     cache, reqs = make_cache(1000, 1, max_running=2), [make_req(uid, 1) for uid in range(3)]
+    assert cache.stats().free_requests == 2
     assert [cache.admit(req) for req in reqs] == [True, True, False]
+    assert cache.stats().free_requests == 0
     cache.release(reqs[0])
     assert cache.admit(reqs[2])
     cache.check_integrity()
@@ -243,17 +247,17 @@ def test_the_pages_of_a_dropped_row_are_the_callers_own():
 
 
 def repeat_a_page(cache: PagedCacheManager) -> None:
-    row = cache.rows[0]
-    cache.table[row, 0] = cache.table[row, 1]
+    row = cache.page_table.host[cache.table_idx[0]]
+    row[0] = row[1]
 
 
 SPOILERS = {
-    "the mirror differs": lambda cache: cache.page_table.add_(1),
+    "the mirror differs": lambda cache: cache.page_table.device.add_(1),
     "a page lost": lambda cache: cache.allocator.alloc(1),
     "a page twice in the table": repeat_a_page,
-    "a page free and in use": lambda cache: cache.allocator.free(cache.table[cache.rows[0], :1]),
-    "a row lost": lambda cache: cache.free_rows.pop(),
-    "a row free and in use": lambda cache: cache.free_rows.append(cache.rows[0]),
+    "a page free and in use": lambda cache: cache.allocator.free(cache.page_table.host[cache.table_idx[0], :1]),
+    "a row lost": lambda cache: cache.free_table_idx.pop(),
+    "a row free and in use": lambda cache: cache.free_table_idx.append(cache.table_idx[0]),
 }
 
 
@@ -269,24 +273,24 @@ def test_the_integrity_check_sees(damage):
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_every_position_has_a_pool_row_of_its_own(build, llama, page_size):
-    """What attention looks up: the rows of all cached positions of all requests. None twice, and none changes."""
+def test_every_position_has_a_slot_of_its_own(build, llama, page_size):
+    """What attention looks up: the slots of all cached positions of all requests. None twice, and none changes."""
     engine = build(page_size, kv_tokens=96, max_batch_tokens=9)
-    attention = engine.runner.runner.attention
+    pool, cache = engine.runner.runner.attention.pool, engine.cache
     uids = [engine.add(llama.prompt(n), greedy(12)) for n in (20, 7, 3)]
     known = {}
     for _ in range(20):
         step(engine)
         seen = []
         for req in engine.scheduler.running:
-            positions = torch.arange(req.cached_len)
-            rows = attention.locate(torch.full_like(positions, engine.cache.rows[req.uid]), positions).tolist()
+            positions = np.arange(req.cached_len)
+            slots = cache.page_table.slots(np.full_like(positions, cache.table_idx[req.uid]), positions).tolist()
             before = known.get(req.uid, [])
-            assert rows[: len(before)] == before
-            known[req.uid] = rows
-            seen += rows
+            assert slots[: len(before)] == before
+            known[req.uid] = slots
+            seen += slots
         assert len(set(seen)) == len(seen)
-        assert all(0 <= row < attention.pool.num_tokens for row in seen)
+        assert all(0 <= slot < pool.num_tokens for slot in seen)
     assert sorted(known) == uids
     assert not engine.has_work()
 
@@ -321,7 +325,7 @@ def steps_of(engine) -> list[list]:
 
 
 def starts_of(engine) -> list[int]:
-    """The uid of everyone who began at the first position, in the order of the steps; a retracted one comes again."""
+    """The uids of the requests that began at the first position, in the order of the steps; a retracted one comes again."""
     return [row.uid for row in engine.runner.rows if row.cached_len == 0]
 
 
@@ -335,7 +339,7 @@ def serve(engine, prompts, params) -> dict[int, list]:
     return outputs
 
 
-def test_who_gives_way_and_when(build, llama):
+def test_which_request_gives_way_and_when(build, llama):
     """Twelve pages of 4. Two prompts of 8 tokens get in and fill six pages each; then the younger one waits for the end
     of the older one, starts over with its 25 tokens, and still comes before the third, which has no room beside it.
     """
@@ -356,8 +360,8 @@ def test_who_gives_way_and_when(build, llama):
 @pytest.mark.parametrize("budget", [1, 9, 512])
 @pytest.mark.parametrize(("page_size", "kv_tokens"), [(1, 50), (3, 60), (4, 64), (16, 112)])
 def test_the_oldest_go_on_and_the_text_is_the_same(build, llama, page_size, kv_tokens, budget):
-    """In every step those who compute are the oldest that have not ended: the victim is the youngest, goes to the head
-    of the queue, and is overtaken by nobody.
+    """In every step the requests that compute are the oldest that have not ended: the victim is the youngest, goes to
+    the head of the queue, and none overtakes it.
     """
     engine = build(page_size, kv_tokens, max_batch_tokens=budget)
     jobs = [(1, 40), (5, 30), (2, 24), (9, 38), (1, 30), (17, 25), (4, 36), (16, 8), (3, 40)]
@@ -374,6 +378,48 @@ def test_the_oldest_go_on_and_the_text_is_the_same(build, llama, page_size, kv_t
         unfinished = [uid for uid in unfinished if left[uid]]
     assert engine.scheduler.num_retracted == len(starts_of(engine)) - len(jobs)
     assert engine.scheduler.num_retracted > 0 or budget == 1  # one token a step: one request at a time
+
+
+@pytest.mark.parametrize("cause", ["a call", "no pages"])
+def test_a_request_retracted_in_a_step_is_not_admitted_in_that_step(build, llama, monkeypatch, cause):
+    """Nor is any other, though there is room for all: the token of the victim may still be on its way to the host."""
+    engine = build(kv_tokens=400)
+    going, victim = engine.add(llama.prompt(5), greedy(9)), engine.add(llama.prompt(8), greedy(6))
+    outputs = step(engine) + step(engine)
+    late, allocate = engine.add(llama.prompt(3), greedy(4)), engine.cache.allocate
+
+    def too_little_for_two(picks):
+        if len(picks) == 2 and not engine.stats().retracted:
+            raise OutOfPages
+        return allocate(picks)
+
+    if cause == "a call":
+        engine.scheduler.retract()
+    else:
+        monkeypatch.setattr(engine.cache, "allocate", too_little_for_two)
+    outputs += step(engine)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.retracted) == (1, 2, 1)
+    outputs += step(engine)
+    assert (engine.stats().running, engine.stats().waiting) == (3, 0)
+    uids = [[row.uid for row in rows] for rows in steps_of(engine)]
+    assert (uids[2], sorted(uids[3])) == ([going], [going, victim, late])
+    assert starts_of(engine) == [going, victim, victim, late]
+    outputs += [output for more in run(engine).values() for output in more]
+    for uid, length, n in ((going, 5, 9), (victim, 8, 6), (late, 3, 4)):
+        mine = [output for output in outputs if output.uid == uid]
+        assert tokens(mine) == reference(llama, llama.prompt(length), n)
+
+
+def test_the_only_request_may_be_retracted(build, llama):
+    """Then the step computes nothing, and the next one goes on."""
+    engine = build()
+    uid = engine.add(llama.prompt(8), greedy(6))
+    outputs = step(engine) + step(engine)
+    engine.scheduler.retract()
+    assert step(engine) == []
+    assert engine.has_work()
+    assert tokens(outputs + run(engine)[uid]) == reference(llama, llama.prompt(8), 6)
 
 
 KINDS = {
@@ -411,7 +457,7 @@ def test_a_retracted_request_goes_on_to_the_same_text(build, llama, kind, page_s
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_pool_that_holds_one_request_serves_them_one_by_one(build, llama, page_size):
     engine = build(page_size, kv_tokens=32)
-    jobs = [(20, 13), (25, 8), (32, 1), (1, 32)]  # each fills the pool to its last row
+    jobs = [(20, 13), (25, 8), (32, 1), (1, 32)]  # each fills the pool to its last slot
     outputs = serve(engine, [llama.prompt(length) for length, _ in jobs], [greedy(n) for _, n in jobs])
     for uid, (length, n) in enumerate(jobs):
         assert tokens(outputs[uid]) == reference(llama, llama.prompt(length), n)
@@ -439,13 +485,13 @@ def test_a_prompt_larger_than_the_pool_is_refused_and_nothing_changes(build, lla
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])
 def test_a_request_that_outgrows_the_whole_pool_ends_by_length(build, llama, page_size):
-    """The pool's rows, and one token more, which needs none; in company of others that are in its way."""
-    rows = 40 // page_size * page_size
+    """As many tokens as the pool has slots, and one more, which needs none; beside others that are in its way."""
+    slots = 40 // page_size * page_size
     engine = build(page_size, kv_tokens=40)
     prompts = [llama.prompt(n) for n in (10, 3, 1)]
     outputs = serve(engine, prompts, [greedy(100), greedy(100), greedy(20)])
     for uid, length in enumerate((10, 3)):
-        n = rows - length + 1
+        n = slots - length + 1
         assert tokens(outputs[uid]) == reference(llama, prompts[uid], n)
         assert reasons(outputs[uid]) == [None] * (n - 1) + ["length"]
     assert tokens(outputs[2]) == reference(llama, prompts[2], 20)
@@ -459,7 +505,7 @@ def test_a_pool_without_a_page_is_refused_in_words(llama, page_size, kv_tokens):
 
 def test_the_pool_says_what_it_took(llama, capsys):
     build_engine(llama.config(page_size=16, kv_tokens=10_015))
-    # 2 x 2 layers x 2 heads x 8 x 4 bytes a token
+    # 2 x 2 layers x 2 heads x 8 x 4 bytes per token
     assert capsys.readouterr().err == f"KV pool: 10,000 tokens in 625 pages of 16, {10_000 * 256 / 2**30:.2f} GiB\n"
 
 
@@ -499,7 +545,7 @@ def test_stats_of_a_retraction(build, llama):
 
 @pytest.fixture
 def crowd(build, llama):
-    """An engine with 0 decoding, 1 retracted, 2 waiting; and what each would say."""
+    """An engine with 0 decoding, 1 retracted, 2 waiting; and the text of each."""
     engine, outputs = build(page_size=4, kv_tokens=48), {}
     poison_freed_pages(engine)
     prompts = [llama.prompt(8, i) for i in range(3)]

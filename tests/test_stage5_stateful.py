@@ -1,7 +1,7 @@
 """Stages 4 and 5 under random histories of add, abort and step, against Hugging Face's and stage 2's texts.
 
-After every step memory is in order; a step with work computes something; nobody speaks after the end; and in the end
-every request has exactly its text and its reason, and no page or slot is held. The pools are so small that requests are
+After every step memory is in order; a step with work computes something; no request has a token after its end; and in
+the end every request has exactly its text and its reason, and no page or region is held. The pools are so small that requests are
 retracted all the time. HYPOTHESIS_PROFILE=nightly tries many more histories.
 """
 
@@ -38,7 +38,7 @@ KINDS = {
 
 
 class Oracle:
-    """The text after a prompt: Hugging Face's where it is greedy, else what stage 2 says to the prompt alone."""
+    """The text after a prompt: Hugging Face's where it is greedy, else stage 2's for the prompt alone."""
 
     def __init__(self, checkpoint):
         self.checkpoint, self.engine, self.texts = checkpoint, build_stage2(checkpoint.config()), {}
@@ -76,7 +76,7 @@ class History(RuleBasedStateMachine):
         text = self.oracle.text(length, kind)
         stop_ids = set() if stop_at is None else {text[stop_at]}
         params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_ids, **KINDS[kind])
-        room = self.engine.cache.max_len - length + 1  # the last token needs no row
+        room = self.engine.cache.max_len - length + 1  # the last token needs no slot
         end, reason = (max_tokens, "max_tokens") if max_tokens <= room else (room, "length")
         if stop_ids & set(text[:end]):
             end, reason = text.index(text[stop_at]) + 1, "stop_token"
@@ -144,7 +144,7 @@ class History(RuleBasedStateMachine):
         assert self.engine.step() == []
         assert self.engine.stats().usage == 0
         self.tally["steps"] += self.engine.stats().steps
-        self.tally["retracted"] += getattr(self.engine.scheduler, "num_retracted", 0)
+        self.tally["retracted"] += self.engine.stats().retracted
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""Stage 7: what was computed once is found again, and nobody can tell from the text.
+"""Stage 7: what was computed once is found again, and the text is the same.
 
-The cache manager first, driven by hand: who owns which page, who is let in, what is left behind. Then the whole engine:
-families of prompts in pools so small that pages are evicted and requests retracted all the time, freed pages poisoned.
+The cache manager first, driven by hand: which page has which owner, what is let in, what is left behind. Then the whole
+engine: families of prompts in pools so small that pages are evicted and requests retracted all the time, freed pages
+poisoned.
 """
 
 import os
@@ -42,7 +43,7 @@ def make_req(uid: int, tokens, salt: str = "") -> Req:
 
 def compute(cache: RadixCacheManager, *picks: tuple[Req, int], seen: bool = True) -> None:
     """A step, after which every request that was computed to its end has token 9 more (which the host may not see yet)."""
-    cache.extend(batch := Batch(picks))
+    batch = Batch.build(picks, cache.allocate(picks))
     cache.commit(batch)
     for req in batch.sampled:
         req.device_len += 1
@@ -64,27 +65,33 @@ def serve(cache: RadixCacheManager, req: Req, new_tokens: int = 1) -> Req:
 
 def in_use(cache: RadixCacheManager) -> int:
     """Pages that can't be had now."""
-    return cache.allocator.num_pages - cache.available()
+    stats = cache.stats()
+    assert stats.usage == pytest.approx(1 - stats.free_pages / stats.num_pages)
+    return stats.num_pages - stats.free_pages
+
+
+def pages_of(cache: RadixCacheManager, req: Req, count: int) -> list[int]:
+    """Its first pages."""
+    return cache.page_table.host[cache.table_idx[req.uid], :count].tolist()
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33])
-def test_who_is_done_leaves_full_pages_and_the_next_finds_them(page_size, length):
+def test_a_request_that_is_done_leaves_full_pages_and_the_next_finds_them(page_size, length):
     cache = make_cache(100, page_size)
     serve(cache, make_req(0, range(length)))
     assert cache.tree.num_pages == length // page_size
     assert cache.allocator.num_free == 100 - length // page_size
     assert in_use(cache) == 0
     again = serve(cache, make_req(1, range(length)))
-    assert again.hit_len == (length - 1) // page_size * page_size  # one position must be computed
+    assert again.cached_tokens == (length - 1) // page_size * page_size  # one position must be computed
     assert cache.tree.num_pages == length // page_size
     longer = serve(cache, make_req(2, [*range(length), 77]))
-    assert longer.hit_len == length // page_size * page_size
+    assert longer.cached_tokens == length // page_size * page_size
     other = serve(cache, make_req(3, [99, *range(length)]))
-    assert other.hit_len == 0
-    assert cache.hit_tokens == again.hit_len + longer.hit_len
-    assert cache.lookup_tokens == 4 * length + 2
-    assert cache.hit_rate() == cache.hit_tokens / cache.lookup_tokens
+    assert other.cached_tokens == 0
+    assert cache.stats().hit_tokens == again.cached_tokens + longer.cached_tokens
+    assert cache.stats().prompt_tokens == 4 * length + 2
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -109,16 +116,16 @@ def test_two_equal_prompts_in_one_step_share_from_then_on():
     assert cache.admit(second)
     assert second.cached_len == 0
     compute(cache, (first, 10), (second, 10))
-    rows = [cache.table[cache.rows[uid], :3].tolist() for uid in (0, 1)]
-    assert rows[0][:2] == rows[1][:2]
-    assert rows[0][2] != rows[1][2]
+    pages = [pages_of(cache, req, 3) for req in (first, second)]
+    assert pages[0][:2] == pages[1][:2]
+    assert pages[0][2] != pages[1][2]
     assert in_use(cache) == 4
     cache.release(first)  # whose pages they were
     assert in_use(cache) == 3
     for req in (make_req(i, [50 + i]) for i in range(2, 4)):
         assert cache.admit(req)
         compute(cache, (req, 1))
-    assert cache.table[cache.rows[1], :3].tolist() == rows[1]
+    assert pages_of(cache, second, 3) == pages[1]
     cache.release(second)
     cache.check_integrity()
 
@@ -130,7 +137,7 @@ def test_a_prompt_under_way_can_be_shared_chunk_by_chunk():
     assert cache.admit(second)
     assert second.cached_len == 4
     compute(cache, (first, 5), (second, 5))
-    assert cache.table[cache.rows[0], :4].tolist() == cache.table[cache.rows[1], :4].tolist()
+    assert pages_of(cache, first, 4) == pages_of(cache, second, 4)
     assert in_use(cache) == 6
 
 
@@ -138,9 +145,9 @@ def test_a_conversation_finds_its_own_answers():
     cache = make_cache(40, 4)
     turn = serve(cache, make_req(0, range(10)), new_tokens=9)
     assert len(turn.token_ids) == 19
-    assert cache.tree.num_pages == 18 // 4  # the last token has no row
+    assert cache.tree.num_pages == 18 // 4  # the last token has no slot
     turn = serve(cache, make_req(1, [*turn.token_ids, 1, 2, 3]))
-    assert turn.hit_len == 16
+    assert turn.cached_tokens == 16
 
 
 def test_half_of_a_hit_may_be_evicted_meanwhile():
@@ -149,7 +156,7 @@ def test_half_of_a_hit_may_be_evicted_meanwhile():
     filler = make_req(1, range(100, 110))
     serve(cache, filler)  # takes two free pages and three of the six
     again = serve(cache, make_req(2, range(12)))
-    assert again.hit_len == 6
+    assert again.cached_tokens == 6
 
 
 def test_abort_of_the_only_holder_leaves_the_prefix_to_others():
@@ -160,8 +167,8 @@ def test_abort_of_the_only_holder_leaves_the_prefix_to_others():
     cache.release(holder)
     cache.check_integrity()
     assert (in_use(cache), cache.tree.num_pages) == (0, 2)
-    assert serve(cache, make_req(1, range(8))).hit_len == 4
-    assert serve(cache, make_req(2, range(50, 62))).hit_len == 0  # needs all pages
+    assert serve(cache, make_req(1, range(8))).cached_tokens == 4
+    assert serve(cache, make_req(2, range(50, 62))).cached_tokens == 0  # needs all pages
 
 
 def test_stale_prefixes_count_as_room_and_no_more_is_evicted_than_needed():
@@ -187,16 +194,16 @@ def test_what_a_newcomer_is_going_to_use_is_not_evicted_for_it():
     cache.check_integrity()
     assert cache.available() == 4
     assert cache.tree.match_len([1, 2, 3]) == 3
-    assert not hasattr(newcomer, "hit_len")
-    assert cache.lookup_tokens == 3 + 2
+    assert newcomer.cached_tokens is None
+    assert cache.stats().prompt_tokens == 3 + 2
     cache.release(runs)
-    assert serve(cache, newcomer).hit_len == 3
+    assert serve(cache, newcomer).cached_tokens == 3
 
 
 @pytest.mark.parametrize("spare", [0, -1])
 def test_what_others_hold_already_costs_a_newcomer_nothing(spare):
     """Four pages for the one that runs; four more, two of them shared, for the newcomer; and head-room."""
-    cache, runs, newcomer = make_cache(6 + 2 + spare, 4, reserve=5), make_req(0, range(15)), make_req(1, range(8))
+    cache, runs = make_cache(6 + 2 + spare, 4, reserve=5), make_req(0, range(15))
     newcomer = make_req(1, [*range(8), 50, 51, 52, 53, 54])
     assert cache.admit(runs)
     compute(cache, (runs, 15))
@@ -207,14 +214,14 @@ def test_what_others_hold_already_costs_a_newcomer_nothing(spare):
         assert in_use(cache) == 6
 
 
-def test_extend_takes_nothing_if_all_that_can_be_evicted_is_not_enough():
+def test_allocate_takes_nothing_if_all_that_can_be_evicted_is_not_enough():
     cache, big, runs = make_cache(8, 1), make_req(0, range(6)), make_req(1, [50, 51, 52])
     serve(cache, make_req(2, [70, 71]))
     assert cache.admit(big)
     assert cache.admit(runs)
     compute(cache, (runs, 3))
     with pytest.raises(OutOfPages, match="6 pages wanted"):
-        cache.extend(Batch([(big, 6)]))
+        cache.allocate([(big, 6)])
     cache.check_integrity()
     assert cache.tree.match_len([70, 71]) == 2
 
@@ -239,27 +246,27 @@ def test_the_retracted_hits_its_own_prefix_and_counts_once():
     cache.release(req)
     assert cache.admit(req)
     assert (req.cached_len, req.extend_len) == (6, 2)
-    assert (req.hit_len, cache.hit_tokens, cache.lookup_tokens) == (0, 0, 6)
+    assert (req.cached_tokens, cache.stats().hit_tokens, cache.stats().prompt_tokens) == (0, 0, 6)
 
 
 def test_only_equal_salts_share():
     cache = make_cache(100, 2)
     serve(cache, make_req(0, range(9), "a"))
-    assert serve(cache, make_req(1, range(9), "b")).hit_len == 0
-    assert serve(cache, make_req(2, range(9))).hit_len == 0
-    assert serve(cache, make_req(3, range(9), "a")).hit_len == 8
+    assert serve(cache, make_req(1, range(9), "b")).cached_tokens == 0
+    assert serve(cache, make_req(2, range(9))).cached_tokens == 0
+    assert serve(cache, make_req(3, range(9), "a")).cached_tokens == 8
     plain = Req(4, list(range(9)), SamplingParams(max_tokens=5), 0, 1000, frozenset())
-    assert serve(cache, plain).hit_len == 8  # as the one with the empty salt
+    assert serve(cache, plain).cached_tokens == 8  # as the one with the empty salt
 
 
 def free_a_shared_page(cache):
-    cache.allocator.free(cache.table[cache.rows[1], :1].copy())
+    cache.allocator.free(cache.page_table.host[cache.table_idx[1], :1].copy())
 
 
 def point_elsewhere(cache):
     """Two entries of the part that is the tree's: every page still has one owner."""
-    row = cache.rows[1]
-    cache.fill(row, 0, cache.table[row, :2][::-1].copy())
+    row = cache.table_idx[1]
+    cache.page_table.write(np.full(2, row), np.arange(2), cache.page_table.host[row, :2][::-1].copy())
 
 
 SPOILERS = {
@@ -312,12 +319,12 @@ def test_a_thousand_random_operations_leak_nothing(page_size, num_pages):
             cache.release(live.pop(rng.randrange(len(live))))
         cache.check_integrity()
     assert evicted
-    assert cache.hit_tokens
+    assert cache.stats().hit_tokens
     for req in live:
         cache.release(req)
     cache.check_integrity()
-    assert cache.usage() == 0
-    assert len(cache.allocate(num_pages)) == num_pages
+    assert cache.stats().usage == 0
+    assert len(cache.take(num_pages)) == num_pages
     assert cache.tree.num_pages == 0
     assert not cache.handles
 
@@ -345,9 +352,9 @@ def poison_freed_pages(engine) -> None:
     pool, free = eager.attention.pool, cache.allocator.free
 
     def poison(pages) -> None:
-        rows = torch.as_tensor(pages).long()[:, None] * cache.page_size + torch.arange(cache.page_size)
+        slots = torch.as_tensor(pages).long()[:, None] * cache.page_size + torch.arange(cache.page_size)
         for layer in (*pool.k, *pool.v):
-            layer[rows.flatten()] = 1e3
+            layer[slots.flatten()] = 1e3
 
     def poison_and_free(pages) -> None:
         poison(pages)
@@ -366,8 +373,8 @@ def test_a_hit_is_not_computed_again(llama, page_size, overlap):
         before = engine.stats().computed_tokens
         (req,) = engine.generate([prompt], greedy(8))
         assert req.output_ids == reference(llama, prompt, 8)
-        assert req.hit_len == (63 // page_size * page_size if i else 0)
-        assert engine.stats().computed_tokens - before == 64 - req.hit_len + 7
+        assert req.cached_tokens == (63 // page_size * page_size if i else 0)
+        assert engine.stats().computed_tokens - before == 64 - req.cached_tokens + 7
     assert engine.stats().usage == 0
 
 
@@ -402,7 +409,7 @@ def test_a_conversation_computes_only_what_is_new(llama, page_size, overlap):
         before = engine.stats().computed_tokens
         (req,) = engine.generate([history], greedy(9))
         assert req.output_ids == reference(llama, history, 9)
-        known = (len(history) - 6 if turn else 0) // page_size * page_size  # the last answer's last token has no row
+        known = (len(history) - 6 if turn else 0) // page_size * page_size  # the last answer's last token has no slot
         assert engine.stats().computed_tokens - before == len(history) - known + 8
         history = req.token_ids + llama.prompt(5, turn)
 
@@ -414,7 +421,7 @@ def test_salts_keep_tenants_apart(llama):
     for salt in ("a", "b", "a", "", ""):
         (req,) = engine.generate([prompt], RequestParams(max_tokens=4, cache_salt=salt))
         assert req.output_ids == reference(llama, prompt, 4)
-        hits.append(req.hit_len)
+        hits.append(req.cached_tokens)
     assert hits == [0, 0, 36, 0, 36]
 
 
@@ -433,7 +440,7 @@ def test_a_pool_of_two_pages(llama, page_size, overlap):
 
 
 def test_retracted_with_the_last_token_under_way(llama):
-    """Nothing is left to compute, though its prefix would let it in at once: it waits for the token and is done."""
+    """Nothing is left to compute: it waits for the token and is done."""
     engine = build_engine(small(llama))
     uid = engine.add(llama.prompt(10), greedy(3))
     outputs = [engine.step() for _ in range(3)]
@@ -456,15 +463,15 @@ def test_abort_in_every_phase(llama):
         for steps in range(12):
             for retracted in (False, True):
                 uid, beside = engine.add(prompt, greedy(8)), engine.add(other, greedy(8))
-                said = [output for _ in range(steps) for output in engine.step()]
+                outputs = [output for _ in range(steps) for output in engine.step()]
                 if retracted and engine.scheduler.running:
                     engine.scheduler.retract()
                 if engine.abort(uid):
                     engine.cache.check_integrity()
                 while engine.has_work():
-                    said += engine.step()
+                    outputs += engine.step()
                     engine.cache.check_integrity()
-                text = [output.token_id for output in said if output.uid == beside]
+                text = [output.token_id for output in outputs if output.uid == beside]
                 assert text == reference(llama, other, 8)
                 assert engine.stats().usage == 0
 
@@ -480,7 +487,7 @@ LONGEST = 14
 
 
 class Families:
-    """Prompts that begin alike, some with what was said before; and the text that each of them leads to."""
+    """Prompts that begin alike, some with an earlier answer; and the text that each of them leads to."""
 
     def __init__(self, llama):
         self.llama, self.stage2, self.texts = llama, build_stage2(llama.config()), {}
@@ -507,7 +514,7 @@ def families(llama):
 
 
 def random_history(engine, families: Families, rng: random.Random, requests: int) -> None:
-    """Random adds, aborts and retractions between steps; everybody says what stage 2 says, and nothing stays held."""
+    """Random adds, aborts and retractions between steps; every text is stage 2's, and nothing stays held."""
     history, limit = History(engine, rng), 100 * requests
     while requests or engine.has_work():
         if requests and rng.random() < 0.4:
@@ -542,8 +549,8 @@ def test_random_histories(llama, families, graph, overlap, page_size, budget):
         engine = build_engine(config)
         poison_freed_pages(engine)
         random_history(engine, families, random.Random(seed), 24)
-        hits += engine.cache.hit_tokens
-        retracted += engine.scheduler.num_retracted
+        hits += engine.stats().hit_tokens
+        retracted += engine.stats().retracted
     assert hits > 100
     assert retracted
 
@@ -566,7 +573,7 @@ def test_gpu_a_hit_is_read_where_it_lies(llama):
     prompt = llama.prompt(60)
     for n, hit in ((60, 0), (60, 59), (40, 39)):
         (req,) = engine.generate([prompt[:n]], greedy(8))
-        assert (req.output_ids, req.hit_len) == (reference(llama, prompt[:n], 8), hit)
+        assert (req.output_ids, req.cached_tokens) == (reference(llama, prompt[:n], 8), hit)
 
 
 @pytest.mark.gpu

@@ -43,7 +43,7 @@ def served(engine) -> list[int]:
 
 
 @pytest.mark.parametrize(("order", "expected"), [("fcfs", [1, 2, 3, 4]), ("prefix", [3, 4, 1, 2])])
-def test_whoever_shares_most_goes_first(llama, order, expected):
+def test_the_request_that_shares_most_goes_first(llama, order, expected):
     """Longest first; of equals the one that has waited longest."""
     engine = one_at_a_time(llama, order)
     known = llama.prompt(40)
@@ -53,8 +53,8 @@ def test_whoever_shares_most_goes_first(llama, order, expected):
     assert served(engine) == expected
 
 
-def test_nobody_is_overtaken_for_ever(llama):
-    """A stream of requests on a known prefix, and two that share with nobody."""
+def test_no_request_is_overtaken_for_ever(llama):
+    """A stream of requests on a known prefix, and two that share with no other."""
     engine = one_at_a_time(llama, "prefix")
     known, draw = llama.prompt(40), random.Random(0)
     engine.generate([known], SamplingParams(max_tokens=1))
@@ -83,7 +83,7 @@ def test_with_more_prefixes_than_memory_the_order_decides_who_hits(llama):
         config = llama.config(order=order, page_size=4, kv_tokens=100, max_running=1, max_model_len=80)
         reqs = build_engine(config).generate(prompts, SamplingParams(max_tokens=3))
         assert [req.output_ids for req in reqs] == [reference(llama, prompt, 3) for prompt in prompts]
-        hits[order] = sum(req.hit_len for req in reqs)
+        hits[order] = sum(req.cached_tokens for req in reqs)
     assert hits["fcfs"] == 0
     assert hits["prefix"] > 10 * 60
 
@@ -126,7 +126,7 @@ def test_multi_turn(llama):
     assert [req.prompt_len for req in reqs] == [n for n in (10, 21, 32, 43) for _ in range(3)]
     assert reqs[3].token_ids[:21] == reqs[0].token_ids + todo[0][1].prompt_ids
     assert [req.output_ids for req in reqs] == [reference(llama, req.token_ids[: req.prompt_len], 5) for req in reqs]
-    known = 3 * (14 + 25 + 36)  # all that was computed before: an answer's last token has no row
+    known = 3 * (14 + 25 + 36)  # all that was computed before: an answer's last token has no slot
     assert hit_rate(reqs) == pytest.approx(100 * known / (3 * (10 + 21 + 32 + 43)), abs=0.1)
 
 

@@ -6,12 +6,13 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from common.checkpoint import checkpoint_tensors, empty_model, load, load_weights
 from common.config import DUMMY_MODELS, EngineConfig, ModelConfig, UserError
@@ -19,18 +20,20 @@ from stage2_req.attention import FullAttention
 from stage2_req.params import SamplingParams
 from stage2_req.req import Batch, Req
 from stage2_req.runner import ModelRunner
+from stage2_req.sampling import GumbelSampler
+from stage6_cudagraph.graph_runner import GraphRunner
 from stage7_radix.build import build_engine as build_stage7
 from stage7_radix.params import RequestParams
 from stage8_tp import build as stage8
-from stage8_tp.engine import Abort, Add, Close, Generate, Step, TPEngine, decode
+from stage8_tp.engine import AbortCall, AddCall, CloseCall, GenerateCall, StepCall, TPEngine, decode
 from stage8_tp.meter import MeteredRanks
 from stage8_tp.ranks import Alone, join
-from stage8_tp.shard import Shard, VocabParallelEmbedding, load_shard, shard_model
+from stage8_tp.shard import RankPart, Shard, VocabParallelEmbedding, shard_model
 from tests.conftest import CHECKPOINTS, make_checkpoint
 from tests.histories import History
 from tests.ranks import ThreadRanks, build_ranks, on_ranks, start_ranks
 
-# 3 KV heads and 97 words: nothing that 2 or 6 ranks could deal out evenly
+# 3 KV heads and 97 tokens: nothing that 2 or 6 ranks could deal out evenly
 ODD = {
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
@@ -72,10 +75,10 @@ def odd_checkpoint(tmp_path_factory):
 def logits(model, kernels, prompts: list[list[int]]) -> torch.Tensor:
     """[prompts, V], of whole prompts in one step."""
     reqs = [Req(uid, ids, SamplingParams(), 0, 512, frozenset()) for uid, ids in enumerate(prompts)]
-    batch = Batch([(req, req.extend_len) for req in reqs])
-    batch.input_ids = torch.tensor([token for req in batch.reqs for token in req.token_ids])
+    batch = Batch.build([(req, req.extend_len) for req in reqs], range(len(reqs)))
+    runner = ModelRunner(model, FullAttention(kernels, torch.device("cpu")), GumbelSampler())
     with torch.inference_mode():
-        return ModelRunner(model, FullAttention(kernels, torch.device("cpu"))).run(batch)
+        return model.head(runner.compute(runner.prepare(batch)))
 
 
 def check_logits(config: EngineConfig, world: int) -> list[ModelConfig]:
@@ -85,7 +88,8 @@ def check_logits(config: EngineConfig, world: int) -> list[ModelConfig]:
     want = logits(whole.model, whole.kernels, prompts)
 
     def part(ranks: ThreadRanks):
-        _, m = load_shard(config, ranks)
+        m = load(config, partial(RankPart, ranks))
+        assert m.shape == whole.shape
         return m.model.config, logits(m.model, m.kernels, prompts)
 
     parts = on_ranks(world, part)
@@ -115,7 +119,7 @@ def test_logits_of_even_shapes(tiny_checkpoint, name, world):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("vocab_size", [1, 8, 17, 128])
 def test_logits_with_other_heads_biases_and_vocabularies(odd_checkpoint, tied, bias, vocab_size):
-    """Also where the last ranks have no word at all."""
+    """Also where the last ranks have no token at all."""
     name = "qwen2" if bias else "llama"
     changes = {"tie_word_embeddings": tied, "vocab_size": vocab_size}
     if vocab_size == 1:
@@ -136,14 +140,14 @@ def test_tied_embeddings_stay_tied():
     assert model.lm_head.linear.weight is model.embed_tokens.embedding.weight
 
 
-def test_the_embedding_of_a_word_comes_from_one_rank():
+def test_the_embedding_of_a_token_comes_from_one_rank():
     table = torch.nn.Embedding(8, 4).requires_grad_(False)
     part = VocabParallelEmbedding(table, 8, Alone(torch.device("cpu")))
     rows = part(torch.tensor([7, 8, 15, 16]))
     assert torch.equal(rows, torch.stack((torch.zeros(4), table.weight[0], table.weight[7], torch.zeros(4))))
 
 
-# --- who has what -----------------------------------------------------------------------------------------------
+# --- which rank has what ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", DUMMY_MODELS)
@@ -173,7 +177,7 @@ def test_every_part_of_every_weight_has_an_owner(name):
     ("llama3-8b", 3, "1 or 2 or 4 or 7 or 8 or 16 or 32"),
 ])  # fmt: skip
 def test_sizes_that_do_not_divide(name, world, sizes):
-    with pytest.raises(UserError, match=f"can't be dealt to {world} ranks; use --tp {sizes}$"):
+    with pytest.raises(UserError, match=f"can't be divided among {world} ranks; use --tp {sizes}$"):
         Shard(DUMMY_MODELS[name], 0, world)
 
 
@@ -184,7 +188,20 @@ def test_a_checkpoint_that_is_not_what_its_config_says(tiny_checkpoint, tmp_path
         shard = Shard(replace(config, **change), 0, 2)
         model = empty_model(shard.config, torch.device("cpu"), torch.float32)
         with pytest.raises(UserError, match=r"has shape .* but config.json asks for"):
-            load_weights(model, checkpoint_tensors(tiny_checkpoint("llama").path, torch.device("cpu"), shard.read))
+            load_weights(model, checkpoint_tensors(tiny_checkpoint("llama").path, torch.device("cpu")), shard)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.self_attn.q_proj.weight"])
+def test_a_single_number_in_place_of_a_weight(name, tiny_checkpoint, tmp_path):
+    """It has no dimension that could be dealt out."""
+    llama = tiny_checkpoint("llama")
+    save_file(load_file(llama.path / "model.safetensors") | {name: torch.zeros(())}, tmp_path / "model.safetensors")
+    config = load(llama.config()).shape
+    for rank in range(2):
+        shard = Shard(config, rank, 2)
+        model = empty_model(shard.config, torch.device("cpu"), torch.float32)
+        with pytest.raises(UserError, match=rf"{name} has shape \[\]"):
+            load_weights(model, checkpoint_tensors(tmp_path, torch.device("cpu")), shard)
 
 
 LARGE = ModelConfig(32000, 1024, 4096, 6, 16, 16, 64, 512)
@@ -227,7 +244,7 @@ def print_peak(folder: Path) -> None:
     empty_model(DUMMY_MODELS["tiny"], device, torch.bfloat16)  # what the first model of all takes is not counted
     before = anonymous()
     model = empty_model(shard.config, device, torch.bfloat16)
-    load_weights(model, watched(checkpoint_tensors(folder, device, shard.read)))
+    load_weights(model, watched(checkpoint_tensors(folder, device)), shard)
     assert all((parameter == 0.5).all() for parameter in model.parameters())
     print(peak)
 
@@ -243,28 +260,28 @@ def small(llama, **changes) -> EngineConfig:
 def state(engine: TPEngine) -> dict:
     """All that decides what an engine does next."""
     cache, scheduler = engine.cache, engine.scheduler
-    used = [cache.table[row, : cache.held[row]].tolist() for row in cache.rows.values()]
+    used = [pages.tolist() for pages in cache.owned_pages()]
     nodes = sorted((node.key.tolist(), node.pages.tolist(), node.locks, node.used) for node in cache.tree.nodes())
     return {
-        "tables": used,
-        "rows": (cache.rows, cache.free_rows),
+        "pages": used,
+        "table_idx": (cache.table_idx, cache.free_table_idx),
         "free pages": cache.allocator.free_pages().tolist(),
         "tree": nodes,
         "queues": [[(r.uid, r.token_ids) for r in queue] for queue in (scheduler.running, scheduler.waiting)],
-        "counts": (engine.stats(), scheduler.num_retracted, engine.engine.next_uid, cache.hit_tokens),
+        "counts": (engine.stats(), engine.engine.next_uid),
     }
 
 
 @pytest.fixture(scope="module")
 def texts(llama):
-    """(prompt length, kind) -> what one rank says, whose engine is stage 7's."""
+    """(prompt length, kind) -> the text of one rank, whose engine is stage 7's."""
     params = [SamplingParams(max_tokens=LONGEST, **kind) for _, kind in CASES.values()]
     reqs = build_stage7(llama.config()).generate([llama.prompt(length) for length, _ in CASES.values()], params)
     return {case: req.output_ids for case, req in zip(CASES, reqs, strict=True)}
 
 
 def random_history(engine, llama, texts, rng: random.Random, requests: int) -> None:
-    """Random adds and aborts between steps, now and then a generate; everybody says what one rank says."""
+    """Random adds and aborts between steps, now and then a generate; every text is that of one rank."""
     history = History(engine, rng)
     while requests or engine.has_work():
         if requests and rng.random() < 0.7:
@@ -301,8 +318,8 @@ def test_random_histories(llama, texts, world, page_size, budget, graph, overlap
         assert not thread.is_alive()
     for other in engines[1:]:
         assert state(other) == state(engines[0])
-    assert engines[0].scheduler.num_retracted
-    assert engines[0].cache.hit_tokens
+    assert engines[0].stats().retracted
+    assert engines[0].stats().hit_tokens
 
 
 def test_temperature_1_without_seeds_is_one_ranks_text(llama):
@@ -320,7 +337,8 @@ def test_only_rank_0_draws(llama):
 
     def blind(engine: TPEngine) -> None:
         if engine.ranks.rank:
-            engine.runner.model.lm_head.register_forward_hook(lambda *call: torch.zeros_like(call[-1]))
+            model = getattr(engine.runner, "eager", engine.runner).model
+            model.lm_head.register_forward_hook(lambda *call: torch.zeros_like(call[-1]))
 
     for graph in (False, True):
         engines, threads = start_ranks(replace(config, graph=graph), 2, blind)
@@ -340,47 +358,55 @@ def test_the_pool_is_the_smallest_ranks(odd_checkpoint, monkeypatch):
     assert [engine.runner.attention.pool.k[0].shape[:2] for engine in engines] == [(241, 1), (241, 2)]
 
 
-# --- what is said -----------------------------------------------------------------------------------------------
+# --- what is broadcast ------------------------------------------------------------------------------------------
 
 
 class Recorded(Alone):
-    """One rank, and what it tells the others that it does not have."""
+    """One rank, and the calls that it broadcasts to others, which are not there."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
-        self.told = []
+        self.messages = []
 
-    def tell(self, message: bytes = b"") -> bytes:
-        self.told.append(decode(message))
+    def broadcast_bytes(self, message: bytes = b"") -> bytes:
+        self.messages.append(decode(message))
         return message
 
 
+def recorded(config: EngineConfig) -> tuple[TPEngine, list]:
+    """Rank 0's engine, over the whole model; and its messages."""
+    engine = TPEngine(build_stage7(config), Recorded())
+    return engine, engine.ranks.messages
+
+
 def test_one_message_a_step_and_none_when_idle(llama):
-    engine = stage8.build_rank(small(llama, overlap=False), Recorded())
-    told = engine.ranks.told
+    engine, messages = recorded(small(llama, overlap=False))
     assert engine.step() == []
     uid = engine.add(llama.prompt(3), RequestParams(max_tokens=5, seed=2**90, logit_bias={3: 1.0}, cache_salt="x"))
-    other = engine.add(np.array(llama.prompt(4)), SamplingParams(max_tokens=5))
-    assert told == []
+    other = engine.add(np.array(llama.prompt(4)), SamplingParams(max_tokens=5), 70)
+    assert (uid, other) == (0, 70)
+    assert messages == []
     engine.step()
-    (first,) = told
+    (first,) = messages
     params = RequestParams(max_tokens=5, logit_bias={3: 1.0}, cache_salt="x")
-    assert first == [Add(llama.prompt(3), params), Add(llama.prompt(4), RequestParams(max_tokens=5)), Step()]
+    added = [AddCall(llama.prompt(3), params, 0), AddCall(llama.prompt(4), RequestParams(max_tokens=5), 70)]
+    assert first == [*added, StepCall()]
     engine.step()
-    assert told[1:] == [[Step()]]
+    assert messages[1:] == [[StepCall()]]
     assert engine.abort(other)
     assert not engine.abort(other)
     engine.step()
-    assert told[2:] == [[Abort(other), Step()]]
+    assert messages[2:] == [[AbortCall(other), StepCall()]]
     assert engine.abort(uid)
     assert engine.step() == []
     engine.generate([[1, 2]], SamplingParams(max_tokens=3))
     engine.close()
-    assert told[3:] == [[Abort(uid), Generate([[1, 2]], [RequestParams(max_tokens=3)])], [Close()]]
+    generated = [AbortCall(uid), GenerateCall([[1, 2]], [RequestParams(max_tokens=3)])]
+    assert messages[3:] == [generated, [CloseCall()]]
 
 
-def test_a_request_that_is_refused_is_not_told(llama):
-    engine = stage8.build_rank(small(llama), Recorded())
+def test_a_request_that_is_refused_is_not_broadcast(llama):
+    engine, messages = recorded(small(llama))
     for prompt, params in (
         ([], SamplingParams()),
         ([10**6], SamplingParams()),
@@ -390,9 +416,38 @@ def test_a_request_that_is_refused_is_not_told(llama):
         with pytest.raises(UserError):
             engine.add(prompt, params)
     assert not engine.has_work()
-    engine.add([1], SamplingParams(max_tokens=1))
+    engine.add([1], SamplingParams(max_tokens=1), 5)
+    with pytest.raises(UserError, match="uid 5 belongs"):
+        engine.add([2], SamplingParams(max_tokens=1), 5)
     engine.step()
-    assert engine.ranks.told == [[Add([1], RequestParams(max_tokens=1)), Step()]]
+    assert messages == [[AddCall([1], RequestParams(max_tokens=1), 5), StepCall()]]
+
+
+def test_all_ranks_know_a_request_by_the_callers_uid(llama, texts):
+    engines, threads = start_ranks(small(llama), 2)
+    uids = [engines[0].add(llama.prompt(8), SamplingParams(max_tokens=9), uid) for uid in (1000, 3, None)]
+    assert uids == [1000, 3, 1001]
+    seen = {uid: [] for uid in uids}
+    for _ in range(4):
+        for output in engines[0].step():
+            seen[output.uid].append(output.token_id)
+    assert engines[0].abort(3)
+    while engines[0].has_work():
+        for output in engines[0].step():
+            seen[output.uid].append(output.token_id)
+    assert seen[1000] == seen[1001] == texts[8, "greedy"][:9]
+    assert seen[3] == texts[8, "greedy"][:3]
+    engines[0].close()
+    threads[0].join(60)
+    assert state(engines[1]) == state(engines[0])
+    assert engines[0].engine.next_uid == 1002
+
+
+def test_one_rank_has_the_engine_of_stage_7(llama):
+    engine, expected = stage8.build_rank(small(llama), Alone(torch.device("cpu"))), build_stage7(small(llama))
+    assert type(engine) is type(expected)
+    assert not isinstance(engine, TPEngine)
+    assert isinstance(on_ranks(2, lambda ranks: stage8.build_rank(small(llama), ranks))[0], TPEngine)
 
 
 def test_a_generate_that_is_refused_leaves_all_ranks_usable(llama, texts):
@@ -430,7 +485,7 @@ def test_a_follower_that_fails_ends_the_others(llama):
     def work(ranks: ThreadRanks) -> None:
         if ranks.rank:
             raise KeyError("rank 1")
-        ranks.share([0])
+        ranks.all_gather_ints([0])
 
     with pytest.raises(KeyError, match="rank 1"):
         on_ranks(2, work)
@@ -458,10 +513,10 @@ def test_collectives_are_as_many_and_as_large_as_the_formula_says(odd_checkpoint
             "all_gather": stats.steps,
             "broadcast": stats.steps,
         }
-        words = 56  # half of 97, in eights
+        tokens = 56  # half of 97, in eights
         assert meter.bytes == {
             "all_reduce": (2 * layers + 1) * stats.computed_tokens * hidden * 4,
-            "all_gather": stats.output_tokens * words * 4,
+            "all_gather": stats.output_tokens * tokens * 4,
             "broadcast": stats.output_tokens * 8,
         }
         assert meter.seconds > 0
@@ -485,8 +540,8 @@ def test_no_graphs_where_ranks_share_a_gpu(llama):
     def work(ranks: ThreadRanks):
         ranks.staged = True
         with pytest.raises(UserError, match="use --no-graph"):
-            load_shard(llama.config(graph=True), ranks)
-        return load_shard(llama.config(), ranks)[1].config.graph
+            stage8.build_rank(llama.config(graph=True), ranks)
+        return isinstance(stage8.build_rank(llama.config(), ranks).runner, GraphRunner)
 
     assert on_ranks(2, work) == [False, False]
 

@@ -24,9 +24,10 @@ from stage2_req.params import SamplingParams
 from stage7_radix.build import build_engine as build_stage7
 from stage8_tp import run
 from stage8_tp.build import build_rank
-from stage8_tp.launch import Job, run_ranks
+from stage8_tp.launch import run_job, run_ranks
 from stage8_tp.ranks import Alone, Ranks
 from tests.conftest import Checkpoint
+from tests.test_stage6 import KeepLogits
 from tests.test_stage8 import CASES, LONGEST, random_history, state
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,28 +57,44 @@ def history(settings: dict, ranks: Ranks | Alone) -> None:
         else:
             engine.follow()
         mine = json.dumps(state(engine), default=str).encode() + bytes(9999)  # too long for one message
-        assert ranks.tell(mine) == mine
+        assert ranks.broadcast_bytes(mine) == mine
         if ranks.rank == 0:
-            print(json.dumps({"retracted": engine.scheduler.num_retracted, "hits": engine.cache.hit_tokens}))
+            print(json.dumps({"retracted": engine.stats().retracted, "hits": engine.stats().hit_tokens}))
 
 
 def forever(settings: dict, ranks: Ranks | Alone) -> None:
-    """What ranks do all day, without a model: sum, or wait for what rank 0 is going to say."""
+    """What ranks do all day, without a model: sum, or wait for a message of rank 0."""
     (Path(settings["folder"]) / str(ranks.rank)).write_text(str(os.getpid()))
     if settings.get("fails") and ranks.rank:
         raise KeyError("rank 1 has a bad day")
     if settings.get("idle"):
-        time.sleep(1000) if ranks.rank == 0 else ranks.tell()
+        time.sleep(1000) if ranks.rank == 0 else ranks.broadcast_bytes()
     while True:
         ranks.all_reduce(torch.ones(100))
 
 
 def late(settings: dict, ranks: Ranks | Alone) -> None:
     """Rank 1 is done last, and must still find rank 0."""
-    ((pid,), _) = ranks.share([os.getpid()])
+    ((pid,), _) = ranks.all_gather_ints([os.getpid()])
     if ranks.rank:
         time.sleep(1)
         assert is_alive(pid)
+
+
+def ends(settings: dict, ranks: Ranks | Alone) -> None:
+    """Each rank ends with its code: a status, the negative number of a signal, or None: it would go on, and so would a
+    process that it has started."""
+    code = settings["codes"][ranks.rank]
+    if code is None:
+        sleeper = subprocess.Popen(["sleep", "1000"])
+        (Path(settings["folder"]) / str(ranks.rank)).write_text(f"{os.getpid()} {sleeper.pid}")
+        time.sleep(1000)
+    while len(list(Path(settings["folder"]).iterdir())) < settings["codes"].count(None):
+        time.sleep(0.05)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    elif code:
+        os._exit(code)
 
 
 def logits(settings: dict, ranks: Ranks | Alone) -> None:
@@ -85,14 +102,8 @@ def logits(settings: dict, ranks: Ranks | Alone) -> None:
     seen, replays = {}, 0
 
     def keep(name: str, runner) -> None:
-        run, kept = runner.run, seen.setdefault(name, [])
-
-        def recorded(batch):
-            result = run(batch)
-            kept.append(result.float().cpu())
-            return result
-
-        runner.run = recorded
+        eager, kept = getattr(runner, "eager", runner), seen.setdefault(name, [])
+        eager.sampler = KeepLogits(eager.sampler, kept)
 
     shape = {"device": "cuda", "kv_tokens": 4096, "max_running": 8, "max_model_len": 256}
     config = EngineConfig("dummy:qwen3-0.6b", **shape)
@@ -174,7 +185,7 @@ def test_histories_over_gloo(tiny_checkpoint):
     assert counts["retracted"] and counts["hits"]
 
 
-# --- before it ----------------------------------------------------------------------------------------------------
+# --- before it --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -206,12 +217,12 @@ def is_alive(pid: int) -> bool:
     return "State:\tZ" not in status
 
 
-@pytest.mark.parametrize(("victim", "status", "words"), [
+@pytest.mark.parametrize(("victim", "status", "message"), [
     ("rank 0", 137, "rank 0 was killed by signal 9; the job ends"),
     ("launcher", -9, ""),
     ("Ctrl-C", 130, "interrupted\n"),
 ])  # fmt: skip
-def test_nobody_is_left(running_jobs, victim, status, words):
+def test_no_process_is_left(running_jobs, victim, status, message):
     launcher, *ranks = running_jobs[victim]
     assert all(map(is_alive, (launcher.pid, *ranks)))
     target = ranks[0] if victim == "rank 0" else launcher.pid
@@ -222,7 +233,7 @@ def test_nobody_is_left(running_jobs, victim, status, words):
     while any(map(is_alive, ranks)):
         assert time.monotonic() < limit
         time.sleep(0.05)
-    assert words in err
+    assert message in err
     assert "Traceback" not in err
     if victim == "Ctrl-C":
         assert [line for line in err.splitlines() if not line.startswith("KV pool")] == ["interrupted"]
@@ -235,7 +246,7 @@ def test_a_rank_that_fails_says_why(tmp_path):
     assert err.count("Traceback") == 1
 
 
-def test_nobody_leaves_before_the_last_is_done():
+def test_no_rank_leaves_before_the_last_is_done():
     status, _, err = finish(job("late"))
     assert status == 0, err
 
@@ -245,7 +256,8 @@ def test_a_mistake_is_one_line():
     assert (status, out) == (2, "")
     assert err.count("error:") == 1
     assert (
-        "error: 4 query heads, 2 KV heads and 128 columns of the MLP can't be dealt to 3 ranks; use --tp 1 or 2" in err
+        "error: 4 query heads, 2 KV heads and 128 columns of the MLP can't be divided among 3 ranks; use --tp 1 or 2"
+        in err
     )
 
 
@@ -257,27 +269,26 @@ def test_how_many_ranks_there_can_be():
 @pytest.mark.parametrize(
     ("codes", "status"), [((0, 0, 0), 0), ((0, 3, None), 3), ((None, None, 7), 7), ((None, -9, 0), 137)]
 )
-def test_the_status_is_that_of_the_first_who_fails(codes, status):
+def test_the_status_is_that_of_the_first_rank_that_fails(codes, status, tmp_path, capfd):
     """Those that would go on (None) are ended, with what they have started themselves."""
-    script = (
-        "import os, subprocess, sys, time; codes = {codes}; code = codes[int(os.environ['RANK'])]\n"
-        "if code is None: print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)\n"
-        "time.sleep(1 if code else 0); os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)"
-    )
-    job = Job([sys.executable, "-c", script.format(codes=codes)], 3)
-    assert job.wait() == status
-    job.kill()
-    assert all(process.poll() is not None for process in job.processes)
+    assert run_job(partial(ends, {"codes": codes, "folder": str(tmp_path)}), len(codes), "cpu") == status
+    assert ("rank 1 was killed by signal 9; the job ends" in capfd.readouterr().err) == (-9 in codes)
+    pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
+    assert len(pids) == 2 * codes.count(None)
+    limit = time.monotonic() + 30
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
 
 
-# --- on GPUs ------------------------------------------------------------------------------------------------------
+# --- on GPUs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(("graph", "overlap"), [(False, False), (True, False), (True, True)])
 def test_gpu_histories_over_nccl(tiny_checkpoint, graph, overlap):
-    """Collectives inside the recorded steps; retraction and shared prefixes on the way."""
+    """Collectives inside the captured steps; retraction and shared prefixes on the way."""
     common = {"device": "cuda", "graph": graph, "overlap": overlap}
     kinds = [common | {"attn": a, "page_size": size} for a in ("portable", "triton") for size in (1, 16)]
     for counts in histories(tiny_checkpoint("llama"), 3, *kinds):
@@ -286,7 +297,7 @@ def test_gpu_histories_over_nccl(tiny_checkpoint, graph, overlap):
 
 @pytest.mark.gpu
 def test_gpu_two_ranks_on_one_gpu(tiny_checkpoint):
-    """Over gloo, through the host's memory; eager, for a graph can't record that."""
+    """Over gloo, through the host's memory; eager, for a graph can't capture that."""
     (counts,) = histories(tiny_checkpoint("llama"), 1, {"device": "cuda:0", "graph": None})
     assert counts["hits"]
 

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stage9_server import client, launch, load, protocol
 from stage9_server.api_server import ROUTES, ApiSettings, create_app
 from stage9_server.hub import RequestFailed
-from stage9_server.messages import Piece, Stats, TokenLogprob
+from stage9_server.messages import EngineStats, Piece, TokenLogprob
 from stage9_server.metrics import ITL_BUCKETS, Metrics
 from stage9_server.scheduler_worker import STATS_INTERVAL
 from tests.conftest import reference
@@ -254,7 +254,7 @@ def test_every_way_to_sample_is_honoured(complete):
     greedy = complete(max_tokens=30).choices[0].text
     hot = {"temperature": 2, "max_tokens": 30, "seed": 1}
     assert complete(**hot).choices[0].text != greedy
-    for narrow in ({"top_p": 1e-9}, {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}):
+    for narrow in ({"top_p": 0}, {"top_p": 1e-9}, {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}):
         assert complete(**narrow, **hot).choices[0].text == greedy
     a, b = text_ids("ab")
     twin = {"logit_bias": {str(a): 100, str(b): 99}, "max_tokens": 4}
@@ -436,7 +436,7 @@ BAD = {
     "negative temperature": (CHAT, {"temperature": -0.1}, "temperature"),
     "temperature too high": (CHAT, {"temperature": 2.1}, "temperature"),
     "infinite by overflow": (TEXT, b'{"model": "%b", "prompt": "x", "temperature": 1e999}', "temperature"),
-    "top_p of 0": (TEXT, {"top_p": 0}, "top_p"),
+    "top_p below 0": (TEXT, {"top_p": -0.1}, "top_p"),
     "top_p above 1": (TEXT, {"top_p": 1.1}, "top_p"),
     "top_k below -1": (TEXT, {"top_k": -2}, "top_k"),
     "top_k is a fraction": (TEXT, {"top_k": 1.5}, "top_k"),
@@ -565,7 +565,7 @@ def test_the_table_of_fields_is_whole():
     assert chat_fields - honoured[0] - rest == set()
     assert text_fields - honoured[1] - rest == set()
     assert not (honoured[0] | honoured[1]) & rest
-    chapter = (Path(protocol.__file__).parent / "README.md").read_text()
+    chapter = (Path(protocol.__file__).parent / "DEEPER.md").read_text()
     table = re.search(r"^\| Field \|.*\n\|---.*\n((?:\|.*\n)+)", chapter, flags=re.M)[1]
     rows = [row.strip("| ").split(" | ") for row in table.splitlines()]
     told = {kind: {n for row in rows if row[1].startswith(kind) for n in re.findall(r"`(\w+)`", row[0])} for kind in
@@ -1027,7 +1027,7 @@ def test_metrics_before_and_after_the_scheduler_has_spoken():
     hub = FakeHub()
     page = exchange(hub, b"", "/metrics", method="GET").body.decode()
     assert "sglang_steps" not in page and "sglang_requests" in page
-    hub.stats = Stats(1, 2, 0.5, 30, 60, 7, 8, 9, 10, 11, 22)
+    hub.stats = EngineStats(1, 2, 0.5, 30, 60, 7, 8, 9, 10, 11, 22)
     page = exchange(hub, b"", "/metrics", method="GET").body.decode()
     values = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples if not s.labels}
     expected = {
@@ -1051,7 +1051,7 @@ def test_two_apps_share_nothing():
 
 
 def test_the_routes_are_those_of_the_chapter():
-    chapter = (Path(protocol.__file__).parent / "README.md").read_text()
+    chapter = (Path(protocol.__file__).parent / "DEEPER.md").read_text()
     assert [path for path in ROUTES if "{" not in path and f"`{path}`" not in chapter] == []
 
 

@@ -1,5 +1,5 @@
 """What the workers make of their messages: prompts, limits and failures at the tokenizer; requests, aborts and the queue
-at the scheduler; and the hub, which knows who waits for what.
+at the scheduler; and the hub, which knows which call waits for what.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from stage9_server.messages import (
     Abort,
     Detokenize,
     Detokenized,
+    EngineStats,
     Failed,
     Generate,
     Piece,
     Pieces,
     Ready,
     Started,
-    Stats,
     Tokenize,
     Tokenized,
     decode,
@@ -50,7 +50,7 @@ BOS = 0
 
 
 @pytest.mark.parametrize("process", ["launch", "tokenizer_worker", "detokenizer_worker", "client"])
-def test_who_does_not_compute_starts_without_pytorch(process):
+def test_a_process_that_does_not_compute_starts_without_pytorch(process):
     code = f"import sys, stage9_server.{process}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
@@ -228,7 +228,17 @@ def test_sequences_of_a_call(scheduling):
     tokens = finish(scheduling)
     assert [t.token_id for t in tokens[11]] == [t.token_id for t in tokens[12]]
     assert [t.finish_reason for t in tokens[11]] == [None, None, None, "max_tokens"]
-    assert not scheduling.ours and not scheduling.theirs
+    assert not scheduling.live
+
+
+def test_the_engine_knows_a_sequence_by_its_uid_in_the_server(scheduling):
+    scheduling.handle(generate(700, 31, max_tokens=9))
+    assert {req.uid for req in scheduling.engine.scheduler.waiting} == {700, 31} == scheduling.live
+    scheduling.handle(Abort([700]))
+    assert {req.uid for req in scheduling.engine.scheduler.waiting} == {31} == scheduling.live
+    scheduling.step()
+    assert set(finish(scheduling)) == {31}
+    assert not scheduling.live
 
 
 def test_sequences_of_a_call_draw_differently_and_the_same_again(scheduling):
@@ -258,7 +268,7 @@ def test_logprobs_and_cached_tokens(scheduling):
 def test_what_the_engine_refuses_is_the_callers_mistake(scheduling, what):
     ((to, failed),) = scheduling.handle(generate(1, 2, **what))
     assert (to, failed.uids, failed.status) == (API, [1, 2], 400)
-    assert not scheduling.engine.has_work() and not scheduling.ours
+    assert not scheduling.engine.has_work() and not scheduling.live
 
 
 def test_the_queue_has_an_end(scheduling):
@@ -356,7 +366,7 @@ def test_random_requests_and_aborts_leave_nothing(engine, tokenizer):
     stats = scheduling.stats()
     assert stats.pages_free == stats.pages_total and stats.running == stats.waiting == 0
     engine.cache.check_integrity()
-    assert not detokenizing.sequences and not scheduling.ours and not scheduling.theirs
+    assert not detokenizing.sequences and not scheduling.live
     assert set(ends) | aborted == set(range(uid))
     assert {"stop", "length"} == set(ends.values())
 
@@ -452,7 +462,7 @@ def test_a_failure_ends_the_call_and_aborts_the_rest(folder):
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_whoever_leaves_aborts(folder, begun):
+def test_a_client_that_leaves_aborts(folder, begun):
     async def script(hub, sent):
         task = await start(hub, call(uids=[1, 2], text="a"))
         if begun:
@@ -484,7 +494,7 @@ def test_asking_a_tokenizer(folder):
     play(folder, script)
 
 
-def test_who_suffers_from_whose_death(folder):
+def test_which_calls_suffer_from_which_death(folder):
     async def script(hub, sent):
         asked = asyncio.ensure_future(hub.tokenize(call(uids=[9], text="a", params=None)))
         await asyncio.sleep(0)
@@ -513,7 +523,7 @@ def test_an_engine_that_says_nothing_is_not_healthy(folder):
         assert hub.health() is None
         hub.heard_at -= SILENCE + 1
         assert "silent" in hub.health()
-        hub.handle(Stats(*[0] * 11))
+        hub.handle(EngineStats(*[0] * 11))
         assert hub.health() is None
 
     play(folder, script)
@@ -526,7 +536,7 @@ def test_a_dead_scheduler_is_known_at_once(folder):
         assert "scheduler" in hub.health() and hub.stats is None
         assert (await task)[0][0] == 500
         assert (await collect(hub, call(uids=[2], text="a")))[0][0] == 503
-        hub.handle(Ready(SCHEDULER, 0, {}))  # said before it died
+        hub.handle(Ready(SCHEDULER, 0, {}))  # sent before it died
         assert hub.health()
         hub.handle(Ready(SCHEDULER, 1, {"max_len": 50}))
         assert hub.health() is None and hub.info["max_len"] == 50
@@ -559,7 +569,7 @@ def test_draining(folder):
         await drain
         assert (await tasks[1])[0] == (503, "the server is shutting down")
         start_again = time.monotonic()
-        await hub.drain(60)  # nobody is left: no reason to wait
+        await hub.drain(60)  # no call is left: no reason to wait
         assert time.monotonic() - start_again < 30
 
     play(folder, script)

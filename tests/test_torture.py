@@ -1,9 +1,9 @@
-"""The whole engine under random histories: everything is switched on, memory is tiny, and nothing is sacred.
+"""The whole engine under random histories: everything is switched on, memory is tiny, and anything may happen at any time.
 
-One machine drives stage 8's engine on one rank (pages, chunks, radix tree, overlap, graphs by their stand-in,
-retraction) and knows what every request must say: stage 1's text where it is greedy, stage 2's elsewhere, up to the
-first thing that ends it. Freed pages are poisoned. After every step memory is in order; a step with work gets on;
-nobody speaks after the end; who was cancelled has said a part of its text; nobody found what only another tenant knew;
+One state machine drives stage 8's engine on one rank (pages, chunks, radix tree, overlap, graphs by their stand-in,
+retraction) and knows the text of every request: stage 1's where it is greedy, stage 2's elsewhere, up to the first
+thing that ends it. Freed pages are poisoned. After every step memory is in order; a step with work gets on; no request
+has a token after its end; a cancelled one has a part of its text; none found what only another tenant's had brought;
 and in the end nothing is held. CI tries 100 histories, HYPOTHESIS_PROFILE=nightly 2,000.
 """
 
@@ -77,15 +77,15 @@ class Ask:
     prompt: list[int]
     kind: str
     params: RequestParams
-    text: list[int]  # all that it may say
+    text: list[int]  # all that may come
     reason: str
-    said: list[int] = field(default_factory=list)
+    seen: list[int] = field(default_factory=list)  # so far
     ended: str | None = None
 
     @property
     def finishing(self) -> bool:
         """One token before its end, and under overlap that token is under way as a rule."""
-        return len(self.said) == len(self.text) - 1
+        return len(self.seen) == len(self.text) - 1
 
 
 class History(RuleBasedStateMachine):
@@ -135,7 +135,7 @@ class History(RuleBasedStateMachine):
         prompt = checkpoint.prompt(40, family)[:cut] + checkpoint.prompt(9, 3)[:tail]
         text, _ = self.oracle.answer(prompt, kind)
         stop_ids = frozenset() if stop_at is None else frozenset({text[stop_at]})
-        room = self.engine.cache.max_len - len(prompt) + 1  # the last token needs no row
+        room = self.engine.cache.max_len - len(prompt) + 1  # the last token needs no slot
         end, reason = (max_tokens, "max_tokens") if max_tokens <= room else (room, "length")
         for i, token in enumerate(text[: max(end, 0)]):
             if token in stop_ids or (token in EOS and not ignore_eos):
@@ -169,7 +169,7 @@ class History(RuleBasedStateMachine):
         outputs = self.engine.step()
         self.book(outputs)
         self.idle = 0 if outputs or self.engine.stats().computed_tokens > before else self.idle + 1
-        assert self.idle < 2, "a step neither computed nor said anything, and it was not the first"
+        assert self.idle < 2, "a step neither computed nor brought a token, and it was not the first"
 
     @precondition(lambda self: self.live)
     @rule(times=st.integers(2, 12))
@@ -189,7 +189,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(choice=st.integers(0, 30), again=st.booleans())
     def cancel_while_finishing(self, choice, again):
-        """Its last token is under way, or is the next to come; maybe somebody asks for the same at once."""
+        """Its last token is under way, or is the next to come; maybe the same is asked for again at once."""
         while self.live and not (finishing := [uid for uid in self.live if self.asks[uid].finishing]):
             self.step()
         if self.live:
@@ -229,7 +229,7 @@ class History(RuleBasedStateMachine):
         reqs = self.engine.generate([ask.prompt for ask in asks], [ask.params for ask in asks])
         for req, ask in zip(reqs, asks, strict=True):
             assert (req.output_ids, req.finish_reason) == (ask.text, ask.reason)
-            ask.said, ask.ended = req.output_ids, req.finish_reason
+            ask.seen, ask.ended = req.output_ids, req.finish_reason
             self.asks[req.uid] = ask
             self.compare_logprobs(ask, 0, req.logprobs)
             self.check_tenant(req)
@@ -242,16 +242,16 @@ class History(RuleBasedStateMachine):
         assert len({output.uid for output in outputs}) == len(outputs)
         for output in outputs:
             ask = self.asks[output.uid]
-            assert not ask.ended, "it speaks after its end"
-            ask.said.append(output.token_id)
-            assert ask.said == ask.text[: len(ask.said)]
+            assert not ask.ended, "a token after the end"
+            ask.seen.append(output.token_id)
+            assert ask.seen == ask.text[: len(ask.seen)]
             if ask.params.logprobs is not None:
-                self.compare_logprobs(ask, len(ask.said) - 1, [output.logprobs])
+                self.compare_logprobs(ask, len(ask.seen) - 1, [output.logprobs])
             if output.finish_reason is not None:
                 ask.ended = output.finish_reason
                 self.tally[ask.ended] += 1
                 self.check_tenant(output.req)
-            assert (len(ask.said) == len(ask.text)) == (ask.ended == ask.reason)
+            assert (len(ask.seen) == len(ask.text)) == (ask.ended == ask.reason)
         self.check()
 
     def compare_logprobs(self, ask: Ask, start: int, entries: list) -> None:
@@ -261,14 +261,14 @@ class History(RuleBasedStateMachine):
             assert [token for token, _ in entry.top] == [token for token, _ in want.top]
 
     def check_tenant(self, req) -> None:
-        """What it found was at most what somebody of the same salt had begun with, or said."""
+        """What it found was at most what another request of the same salt had begun with, or answered."""
         ask, known = self.asks[req.uid], 0
         for uid, other in self.asks.items():
             if uid != req.uid and other.params.cache_salt == ask.params.cache_salt:
                 theirs = other.prompt + other.text
                 same = [mine == their for mine, their in zip(ask.prompt, theirs, strict=False)]
                 known = max(known, (*same, False).index(False))
-        assert req.hit_len <= min(known, len(ask.prompt) - 1)
+        assert req.cached_tokens <= min(known, len(ask.prompt) - 1)
 
     def check(self):
         self.engine.cache.check_integrity()
@@ -278,7 +278,7 @@ class History(RuleBasedStateMachine):
         assert 0 <= stats.usage <= 1
 
     def drain(self):
-        """Nobody is left; at most one step is under way, and what it computes belongs to nobody."""
+        """No request is left; at most one step is under way, and what it computes belongs to none."""
         if self.engine.has_work():
             assert self.engine.step() == []
         assert not self.engine.has_work()
@@ -304,8 +304,8 @@ class History(RuleBasedStateMachine):
         self.tally.update(
             histories=1,
             steps=stats.steps,
-            hits=cache.hit_tokens,
-            retracted=self.engine.scheduler.num_retracted,
+            hits=stats.hit_tokens,
+            retracted=stats.retracted,
             replays=getattr(self.engine.runner, "num_replays", 0),
         )
 

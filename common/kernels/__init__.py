@@ -1,6 +1,6 @@
-"""The two attention functions of flash-attn, under its own names and signatures, and who implements them here.
+"""The two attention functions of flash-attn, under its own names and signatures, and their implementations here.
 
-`flash_attn_varlen_func` serves steps with many new tokens, `flash_attn_with_kvcache` those of one token a request.
+`flash_attn_varlen_func` serves steps with many new tokens, `flash_attn_with_kvcache` those of one token per request.
 """
 
 import importlib.util
@@ -21,12 +21,12 @@ class Kernels:
     flash_attn_varlen_func: Callable
     flash_attn_with_kvcache: Callable
     ops: ModuleType = ops  # the small operations
-    block_multiple: int = 1  # a page, or a slot, is to be a multiple of this, in tokens
-    records_varlen: bool = True  # a CUDA graph can record the first function: it reads no lengths back
+    block_multiple: int = 1  # a page has to be a multiple of this, in tokens
+    captures_varlen: bool = True  # a CUDA graph can capture the first function: it reads no lengths back
 
 
 def select_kernels(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
-    """Who computes. Raises UserError for what can't run here.
+    """The kernels by name. Raises UserError for what can't run here.
 
     portable: PyTorch for everything. triton: our own kernels, for pages of any size. flash: flash-attn for both
     functions, to compare with. auto: triton on a GPU, else portable.
@@ -38,7 +38,7 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype, head_dim
         name = "portable" if obstacle else "triton"
     if name == "portable":
         functions = portable.flash_attn_varlen_func, portable.flash_attn_with_kvcache
-        return Kernels(name, *functions, records_varlen=device.type != "cuda")
+        return Kernels(name, *functions, captures_varlen=device.type != "cuda")
     if name == "flash":
         obstacle = obstacle or _flash_obstacle(device, dtype, head_dim)
     if obstacle:

@@ -53,10 +53,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, torch.cat((second, first), -1), sin)
 
 
-def store_kv(k_pool: Tensor, v_pool: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
-    """k_pool[rows], v_pool[rows] = k, v. k and v [T, Hkv, D], pools [num_tokens, Hkv, D], rows [T] int64."""
-    k_pool.index_copy_(0, rows, k)
-    v_pool.index_copy_(0, rows, v)
+def store_kv(k_pool: Tensor, v_pool: Tensor, out_loc: Tensor, k: Tensor, v: Tensor) -> None:
+    """k_pool[out_loc], v_pool[out_loc] = k, v. k and v [T, Hkv, D], pools [num_tokens, Hkv, D], out_loc [T] int64 slots."""
+    k_pool.index_copy_(0, out_loc, k)
+    v_pool.index_copy_(0, out_loc, v)
 
 
 def gumbel_argmax(logits: Tensor, inv_temperature: Tensor, key_low: Tensor, key_high: Tensor) -> Tensor:

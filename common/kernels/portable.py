@@ -59,38 +59,41 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Attention of a few new tokens a request over its cache.
+    """Attention of a few new tokens per request over its cache.
 
-    q [B, Sq, Hq, D]. Caches are [slots, max_len, Hkv, D] (request b in slot cache_batch_idx[b], or b), or pages
-    [num_pages, page_size, Hkv, D] with block_table [B, P] int32. cache_seqlens [B] int32 counts the rows of each
-    request, those of the new tokens included if they have been stored before. Otherwise k and v [B, Sq, Hkv, D] are
-    appended to the cache here. A request without any row gets zeros. Returns [B, Sq, Hq, D].
+    q [B, Sq, Hq, D]. Caches are [regions, max_len, Hkv, D] (request b in region cache_batch_idx[b], or b), or pages
+    [num_pages, page_size, Hkv, D] with block_table [B, P] int32. cache_seqlens [B] int32 counts the tokens of each
+    request, the new ones included if they have been stored before. Otherwise k and v [B, Sq, Hkv, D] are
+    appended to the cache here. A request without any token gets zeros. Returns [B, Sq, Hq, D].
     """
     batch, sq, heads, _ = q.shape
+    if block_table is None and cache_batch_idx is not None:
+        block_table = cache_batch_idx[:, None]
     if k is not None:
-        rows = cache_seqlens[:, None] + torch.arange(sq, device=q.device)  # [B, Sq]
-        if block_table is None:
-            slots = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
-            where = slots[:, None], rows
-        else:
-            where = block_table.gather(1, rows // k_cache.shape[1]), rows % k_cache.shape[1]
-        k_cache[where], v_cache[where] = k, v
+        size = k_cache.shape[1]
+        at = cache_seqlens[:, None] + torch.arange(sq, device=q.device)  # [B, Sq]
+        page = (
+            torch.arange(batch, device=q.device)[:, None] if block_table is None else block_table.gather(1, at // size)
+        )
+        slots = (page * size + at % size).flatten()
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new.flatten(0, 1))
         cache_seqlens = cache_seqlens + sq
     lens = None if q.is_cuda else cache_seqlens.tolist()  # reading them back would stall a GPU
+    k, v = k_cache, v_cache
+    if lens:  # no more than the longest request needs
+        longest = max(max(lens), 1)
+        if block_table is not None:
+            block_table = block_table[:, : -(-longest // k.shape[1])]
+        k, v = k[:, :longest], v[:, :longest]
     if block_table is not None:
-        k, v = (
-            cache.index_select(0, block_table.flatten()).view(batch, -1, *cache.shape[2:])
-            for cache in (k_cache, v_cache)
-        )
-    else:
-        k, v = (cache[:, : max(lens)] if lens else cache for cache in (k_cache, v_cache))
-        if cache_batch_idx is not None:
-            k, v = k.index_select(0, cache_batch_idx), v.index_select(0, cache_batch_idx)
+        pages = block_table.flatten()
+        k, v = (cache.index_select(0, pages).view(batch, -1, *cache.shape[2:]) for cache in (k, v))
     sk, heads_kv = k.shape[1:3]
     groups = heads // heads_kv
     mask = None
     if sq > 1 or lens is None or min(lens) < sk:
-        last = cache_seqlens[:, None] - 1  # [B, 1]: the newest row
+        last = cache_seqlens[:, None] - 1  # [B, 1]: the newest token
         last = last + torch.arange(1 - sq, 1, device=q.device) if causal else last.expand(-1, sq)
         mask = torch.arange(sk, device=q.device) <= last[:, :, None]  # [B, Sq, Sk]
         mask = mask[:, None, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)

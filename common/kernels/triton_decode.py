@@ -1,10 +1,10 @@
-"""Attention of one new token a request over a paged cache, in Triton: flash-attn's decode function for any page size.
+"""Attention of one new token per request over a paged cache, in Triton: flash-attn's decode function for any page size.
 
 Decoding reads every cached key and value once and computes next to nothing, so all that matters is to keep enough loads
-in flight. Hence flash-decoding (Dao et al., 2023): each request's rows are split over several programs, and a second,
+in flight. Hence flash-decoding (Dao et al., 2023): each request's tokens are split over several programs, and a second,
 small kernel merges their softmaxes. All query heads that share a KV head sit in one program, so K and V are read once.
 
-The number of splits depends on shapes alone, never on lengths: a launch can be recorded in a CUDA graph and replayed
+The number of splits depends on shapes alone, never on lengths: a launch can be captured in a CUDA graph and replayed
 while the requests grow. What a program does within its split follows from the length that it reads on the device.
 """
 
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from common.kernels.pdl import pdl, wait_for_the_kernel_before
 
-BLOCK = 32  # rows of K and V that a program takes at a time: small ones, so that many programs fit side by side
+BLOCK = 32  # tokens of K and V that a program takes at a time: small ones, so that many programs fit side by side
 WARPS, STAGES = 2, 3  # STAGES - 1 blocks are on their way while one is worked on
 MAX_SPLITS = 128
-# Programs that a multiprocessor should get, and rows below which one more split costs more than it hides (measured on an
+# Programs that a multiprocessor should get, and tokens below which one more split costs more than it hides (measured on an
 # H200): for few requests, enough to hide memory latency; for more of them, enough to keep the tail of long ones short.
 FEW, MANY = (4, 64), (8, 256)
 
@@ -37,21 +37,21 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Attention of one new token a request over its cache.
+    """Attention of one new token per request over its cache.
 
-    q [B, 1, Hq, D], its last dimension contiguous. Caches are [slots, max_len, Hkv, D] (request b in slot
+    q [B, 1, Hq, D], its last dimension contiguous. Caches are [regions, max_len, Hkv, D] (request b in region
     cache_batch_idx[b], or b), or pages [num_pages, page_size, Hkv, D] of any size with block_table [B, P] int32.
-    cache_seqlens [B] int32 counts the rows of each request, that of the new token included if it has been stored
+    cache_seqlens [B] int32 counts the tokens of each request, the new one included if it has been stored
     before. Otherwise k and v [B, 1, Hkv, D] are appended to the cache here, by the program that holds them in registers
-    anyway. A request without any row gets zeros. `causal` changes nothing for a single query. Returns [B, 1, Hq, D].
+    anyway. A request without any token gets zeros. `causal` changes nothing for a single query. Returns [B, 1, Hq, D].
     """
     batch, queries, heads, dim = q.shape
     page_size, heads_kv = k_cache.shape[1:3]
-    assert queries == 1, "one query token a request"
+    assert queries == 1, "one query token per request"
     assert k_cache.stride() == v_cache.stride() and q.stride(3) == k_cache.stride(3) == 1
     if k is not None:
         assert k.stride() == v.stride() and k.stride(3) == 1
-    if block_table is None:  # a slot is one long page
+    if block_table is None:  # a region is one long page
         slots = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
         block_table = slots[:, None]
     assert block_table.stride(1) == 1 or block_table.shape[1] == 1
@@ -82,7 +82,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 def _split(pairs: int, max_len: int, num_sms: int) -> tuple[int, int]:
-    """Splits of each (request, KV head) pair, no more than the longest possible request can use; and their least rows."""
+    """Splits of each (request, KV head) pair, no more than the longest possible request can use; and their least number of tokens."""
     per_sm, chunk = MANY if pairs > num_sms else FEW
     return max(1, min(num_sms * per_sm // pairs, triton.cdiv(max_len, chunk), MAX_SPLITS)), chunk
 

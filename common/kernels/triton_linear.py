@@ -4,7 +4,7 @@ Such a product takes a few microseconds, and much of that is no arithmetic: the 
 the first trip to memory. Three things shorten it. Tiles are small enough, and K is cut into enough splits, that every
 multiprocessor has work. For very few rows the weight takes the matrix unit's long side (`swap`), and for one row there
 is no matrix unit at all. And a kernel starts before the previous one has ended (programmatic dependent launch): weights
-depend on nobody, so it moves the first of them towards itself, and only then waits for its input.
+depend on no other kernel, so it moves the first of them towards itself, and only then waits for its input.
 
 Hence one condition: weights are constants. What writes them must not be the kernel launched just before.
 

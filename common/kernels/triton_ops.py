@@ -1,8 +1,8 @@
 """The small operations between the matrix products, each as one Triton kernel (see ops.py for the plain ones).
 
-In PyTorch a rotary embedding alone is five kernels. At one token a request each of them costs a launch and next to no
+In PyTorch a rotary embedding alone is five kernels. At one token per request each of them costs a launch and next to no
 work; at thousands of tokens each costs a trip through memory. Here every value is read once and written once, and
-arithmetic is float32 in between. All of them can be recorded in CUDA graphs.
+arithmetic is float32 in between. All of them can be captured in CUDA graphs.
 """
 
 import torch
@@ -84,14 +84,14 @@ def qk_norm_rope(
     return heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
 
 
-def store_kv(k_pool: Tensor, v_pool: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
-    """k_pool[rows], v_pool[rows] = k, v. k and v [T, Hkv, D], pools [num_tokens, Hkv, D]; rows [T] int64, < 0: skip."""
+def store_kv(k_pool: Tensor, v_pool: Tensor, out_loc: Tensor, k: Tensor, v: Tensor) -> None:
+    """k_pool[out_loc], v_pool[out_loc] = k, v. k and v [T, Hkv, D], pools [num_tokens, Hkv, D]; out_loc [T] slots, < 0: skip."""
     size = k[0].numel()
     for t in (k, v, k_pool, v_pool):
         assert t.stride(2) == 1 and t.stride(1) == t.shape[2], "a token's heads lie side by side"
     block, warps = _row_shape(size)
-    _store_kv[(len(rows),)](
-        k_pool, v_pool, rows, k, v, k_pool.stride(0), v_pool.stride(0), k.stride(0), v.stride(0),
+    _store_kv[(len(out_loc),)](
+        k_pool, v_pool, out_loc, k, v, k_pool.stride(0), v_pool.stride(0), k.stride(0), v.stride(0),
         SIZE=size, BLOCK=block, num_warps=warps, **pdl(k.device),
     )  # fmt: skip
 
@@ -172,15 +172,15 @@ def _qk_norm_rope(
 
 @triton.jit
 def _store_kv(
-    k_pool_ptr, v_pool_ptr, rows_ptr, k_ptr, v_ptr, k_pool_row, v_pool_row, k_row, v_row,
+    k_pool_ptr, v_pool_ptr, out_loc_ptr, k_ptr, v_ptr, k_pool_row, v_pool_row, k_row, v_row,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         wait_for_the_kernel_before()
     token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    row = tl.load(rows_ptr + token).to(tl.int64)
-    mask = (at < SIZE) & (row >= 0)
+    slot = tl.load(out_loc_ptr + token).to(tl.int64)
+    mask = (at < SIZE) & (slot >= 0)
     k = tl.load(k_ptr + token * k_row + at, mask=mask)
     v = tl.load(v_ptr + token * v_row + at, mask=mask)
-    tl.store(k_pool_ptr + row * k_pool_row + at, k, mask=mask)
-    tl.store(v_pool_ptr + row * v_pool_row + at, v, mask=mask)
+    tl.store(k_pool_ptr + slot * k_pool_row + at, k, mask=mask)
+    tl.store(v_pool_ptr + slot * v_pool_row + at, v, mask=mask)

@@ -4,9 +4,9 @@ The online softmax over tiles of keys (Dao et al., 2022). A tile of queries of o
 over the keys that it may see, page by page; the keys that every one of its queries may see need no mask. A sequence's
 last queries see most and start first.
 
-Where sequences are of much the same length, a program's place in the grid tells which tile of which sequence is its own.
+Where sequences are of much the same length, a program's place in the grid says which tile of which sequence it computes.
 Where they are not, most of such a grid would find nothing to do: there every program searches. Either way the grid
-depends on what the host knows without a look at the device, so a launch can be recorded in a CUDA graph, and replayed
+depends on what the host knows without a look at the device, so a launch can be captured in a CUDA graph, and replayed
 for other sequences.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.kernels.pdl import pdl, wait_for_the_kernel_before
 
-# Measured on an H200. Looking rows up in pages takes arithmetic, which more queries a program share.
+# Measured on an H200. Looking slots up in pages takes arithmetic, which more queries a program share.
 ROWS, COLS, STAGES = {False: 64, True: 128}, 64, 3
 SEQUENCES = 128  # that a program looks at together while it searches for its own
 

@@ -1,21 +1,24 @@
-"""Records functions as CUDA graphs: hundreds of kernel launches recorded once, then replayed by a single call."""
+"""Captures functions as CUDA graphs: hundreds of kernel launches captured once, then replayed by a single call."""
 
 import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
 from common.config import UserError
 
+Size = TypeVar("Size")
 
-class Recorder:
-    """All graphs share their scratch memory, for they run one after the other; what somebody still holds stays valid.
 
-    Without a GPU the function itself is what there is to replay.
+class Capturer:
+    """All graphs share their scratch memory, for they run one after the other; a tensor that is still referenced keeps
+    its own.
+
+    Without a GPU, a replay calls the function: same buffers, same padding, no speed.
     """
 
     def __init__(self, device: torch.device):
@@ -25,14 +28,14 @@ class Recorder:
             self.pool = torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
-    def record(self, what: str, step: Callable[[Any], None], sizes: Iterable[Any]) -> dict[Any, Callable[[], None]]:
+    def capture(self, what: str, step: Callable[[Size], None], sizes: Iterable[Size]) -> dict[Size, Callable[[], None]]:
         """size -> what replays step(size). Raises UserError when the memory is used up."""
         if self.device.type != "cuda":
             return {size: partial(step, size) for size in sizes}
-        graphs, sizes = {}, sorted(sizes, reverse=True)
+        graphs, sizes = {}, sorted(sizes, reverse=True)  # the scratch memory of the largest is enough for the others
         try:
             for size in tqdm(sizes, desc=f"CUDA graphs of {what}", unit="graph", disable=not sizes):
-                step(size)  # kernels are compiled and libraries set up: neither can be recorded
+                step(size)  # kernels are compiled and libraries set up: neither can be captured
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self.pool):
                     step(size)
@@ -40,7 +43,7 @@ class Recorder:
         except torch.OutOfMemoryError as error:
             left = torch.cuda.mem_get_info(self.device)[0] / 2**30
             raise UserError(
-                f"out of memory while recording the CUDA graphs of {what}, {left:.2f} GiB are free; "
+                f"out of memory while capturing the CUDA graphs of {what}, {left:.2f} GiB are free; "
                 "lower --graph-max-batch, --graph-max-tokens or --memory-fraction"
             ) from error
         self.count += len(graphs)
