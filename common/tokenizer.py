@@ -1,12 +1,15 @@
 """Text to token ids and back."""
 
 import codecs
+import json
 import re
 from functools import cached_property
 from pathlib import Path
 
 from common.config import UserError
-from common.fetch import resolve_model
+from common.fetch import first_line, resolve_model
+
+VOCABULARIES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))  # one of these has to be there
 
 
 def _gpt2_bytes() -> dict[str, int]:
@@ -20,13 +23,19 @@ GPT2_BYTES = _gpt2_bytes()
 
 
 class Tokenizer:
-    """A thin wrapper of the checkpoint's own tokenizer."""
+    """A thin wrapper of the checkpoint's own tokenizer. Raises UserError if the folder has none that can be used."""
 
     def __init__(self, folder: Path):
         from transformers import AutoTokenizer  # takes seconds to import: not before it is needed
 
-        self.hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        self.known: dict[tuple[int, bool], bytes] = {}  # what token_bytes has found out already
+        if not any(all((folder / name).is_file() for name in names) for names in VOCABULARIES):
+            raise UserError(f"{folder} has no tokenizer.json, which turns text into tokens; fetch it again")
+        try:
+            self.hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            self.hf.encode("a")  # some mistakes show only here
+        except Exception as error:  # whatever the library makes of what it did not expect
+            raise UserError(f"{what_is_broken(folder, error)}; fetch it again") from error
+        self.known: dict[tuple[int, bool, bool], bytes] = {}  # what token_bytes has found out already
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids, with the model's own start token (once) where it has one and `special` is set."""
@@ -35,9 +44,14 @@ class Tokenizer:
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation ([{"role": …, "content": …}, …]), ready for the assistant's answer."""
+        from jinja2 import TemplateError
+
         if not self.hf.chat_template:
             raise UserError("the model has no chat template; give it plain text instead")
-        return self.hf.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        try:
+            return self.hf.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except TemplateError as error:
+            raise UserError(f"the model's chat template fails: {first_line(error)}") from error
 
     @cached_property
     def longest_token(self) -> int:
@@ -47,12 +61,20 @@ class Tokenizer:
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
         return self.hf.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
 
-    def token_bytes(self, token: int, *, skip_special: bool = True) -> bytes:
-        """What a token adds to a text under way, maybe a part of a character; nothing if it is a special one to skip."""
-        key = token, skip_special
+    @cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """The tokens that decode leaves out, and their text."""
+        return {token: added.content for token, added in self.hf.added_tokens_decoder.items() if added.special}
+
+    def token_bytes(self, token: int, *, skip_special: bool = True, first: bool = False) -> bytes:
+        """What a token adds to a text under way, maybe a part of a character; nothing if it is a special one to skip.
+
+        first: what a text is that begins with it. Some tokenizers drop one space there, some every space of the token.
+        """
+        key = token, skip_special, first
         if key not in self.known:
-            before = self.decode([self.anchor])
-            text = self.decode([self.anchor, token], skip_special=skip_special).removeprefix(before)
+            before = [] if first else [self.anchor]
+            text = self.decode([*before, token], skip_special=skip_special).removeprefix(self.decode(before))
             self.known[key] = text.encode() if "\ufffd" not in text else self._raw_bytes(token, text)
         return self.known[key]
 
@@ -68,12 +90,6 @@ class Tokenizer:
         """A token with a space in front: decoded at the start of a text, some tokenizers drop the space, elsewhere none."""
         return self.encode("a a", special=False)[-1]
 
-    @cached_property
-    def strips_space(self) -> bool:
-        """Does decode drop a space at the start of a text?"""
-        ids = self.encode("a a", special=False)
-        return self.decode(ids).encode() != b"".join(map(self.token_bytes, ids))
-
 
 class IncrementalDecoder:
     """Text of a growing list of tokens, piece by piece, never half a character; together exactly `decode` of them all.
@@ -85,18 +101,35 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.utf8 = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
-        self.at_start = tokenizer.strips_space
+        self.at_start = True
 
     def push(self, token: int) -> str:
         """The text that became certain with this token; "" while a character is incomplete."""
         data = self.tokenizer.token_bytes(token)
-        if data and self.at_start:
-            data, self.at_start = data.removeprefix(b" "), False
+        if data and self.at_start:  # special tokens have no text, and the start is still to come
+            data, self.at_start = self.tokenizer.token_bytes(token, first=True), False
         return self.utf8.decode(data)
 
     def flush(self) -> str:
-        """What was held back: nothing, or a replacement character. Call it once, at the end."""
+        """What was held back: nothing, or a replacement character. At the end, or where a character can't go on."""
         return self.utf8.decode(b"", True)
+
+
+def what_is_broken(folder: Path, error: Exception) -> str:
+    """Which of its files keeps a tokenizer from being loaded, and why."""
+    import tokenizers
+
+    for file in sorted([*folder.glob("*.json"), *folder.glob("*.jinja")]):
+        try:
+            content = file.read_text()
+            if file.suffix == ".json":
+                json.loads(content)
+            if file.name == "tokenizer.json":
+                tokenizers.Tokenizer.from_str(content)
+        except Exception as found:  # the library knows only this kind
+            return f"{file} can't be read ({first_line(found)})"
+    what = f"the tokenizer in {folder} can't be used as its tokenizer_config.json describes it"
+    return f"{what} ({type(error).__name__}: {first_line(error)})"
 
 
 def load_tokenizer(name: str) -> Tokenizer | None:

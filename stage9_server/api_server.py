@@ -1,6 +1,6 @@
 """The HTTP side: checks requests, hands them to the hub, and turns the pieces that come back into OpenAI's answers.
 
-Owns nothing but counts. A call's sequences belong to the hub, and whoever leaves `hub.stream` early, for whatever reason,
+Owns nothing but counts. A call's sequences belong to the hub, and leaving `hub.stream` early, for whatever reason,
 has them aborted: that is all there is to a client that goes away.
 """
 
@@ -8,7 +8,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -55,7 +55,9 @@ NO_KEY = ("give the server's key, in the header Authorization: Bearer KEY", None
 OPEN = ("/health", "/metrics")  # need no key
 HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "5"}}  # seconds
 OTHERS = "to be called by another, it needs --api-key, or --host with an address that others may reach"
-CLIENT_LEFT = 499  # nginx's word for it; nobody reads it but the metrics
+LOGPROBS = "log-probabilities (sequences x tokens x (likeliest ones + 1))"
+BODIES = 64  # requests of the largest size that are in memory at the same time
+CLIENT_LEFT = 499  # nginx's number for it; only the metrics show it
 
 
 @dataclass
@@ -63,11 +65,16 @@ class ApiSettings:
     model: str  # the name under which it is served
     api_key: str | None = None
     max_concurrent: int = 1024  # sequences in flight
+    max_logprobs: int = 1 << 20  # log-probabilities in answers under way, some 300 bytes each
     max_body_bytes: int = 4 << 20
     hosts: tuple[str, ...] = ()  # names that clients may know it by; empty: any (see DNS rebinding)
 
 
-SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 B = TypeVar("B", bound=BaseModel)
 Kind = type[ChatRequest] | type[CompletionRequest]
 
@@ -88,6 +95,7 @@ class Api:
     def __init__(self, hub: Hub, settings: ApiSettings, metrics: Metrics):
         self.hub, self.settings, self.metrics = hub, settings, metrics
         self.started_at = int(time.time())
+        self.logprobs = 0  # that answers under way may have, at the most
 
     # --- endpoints ---
 
@@ -101,7 +109,9 @@ class Api:
         return reply({"object": "list", "data": [self.card()]})
 
     async def model(self, request: Request) -> Response:
-        self.check_model(request.path_params["model"])
+        if not (name := request.path_params["model"]):  # /v1/models/
+            return await self.models(request)
+        self.check_model(name)
         return reply(self.card())
 
     async def tokenize(self, request: Request) -> Response:
@@ -133,17 +143,24 @@ class Api:
     @contextmanager
     def admitted(self, size: int) -> Iterator[None]:
         """Room for so many sequences, or ApiError."""
-        metrics = self.metrics
-        if size > self.settings.max_concurrent:
-            raise ApiError(400, f"the call has {size} sequences; at most {self.settings.max_concurrent} fit in here")
-        if metrics.in_flight + size > self.settings.max_concurrent:
-            message = f"{metrics.in_flight} of {self.settings.max_concurrent} sequences are under way; try again later"
-            raise ApiError(429, message, code="rate_limit_exceeded")
+        metrics, limit = self.metrics, self.settings.max_concurrent
+        check_room("sequences", size, limit, metrics.in_flight, limit)
         metrics.in_flight += size
         try:
             yield
         finally:
             metrics.in_flight -= size
+
+    @contextmanager
+    def remembered(self, size: int) -> Iterator[None]:
+        """Room for so many log-probabilities, or ApiError."""
+        limit = self.settings.max_logprobs
+        check_room(LOGPROBS, size, limit // 4, self.logprobs, limit)
+        self.logprobs += size
+        try:
+            yield
+        finally:
+            self.logprobs -= size
 
     async def read(self, request: Request, kind: type[B]) -> B:
         """The request in the body. Only as JSON: a browser must ask us before a foreign page may send that."""
@@ -173,13 +190,11 @@ class Api:
         start = time.perf_counter()
         ask = await self.read(request, kind)
         uids = self.hub.new_uids(ask.num_sequences)
-        options = {"logprobs": ask.wants_logprobs, "include_usage": ask.include_usage}
+        options = {"logprobs": ask.num_likeliest is not None, "include_usage": ask.include_usage}
         answer = Answer(form, self.settings.model, uids, ask.n, **options)
         updates = self.updates(ask.calls(uids), answer, start)
-        if ask.stream:
-            return EventStream(answer, updates)
-        await unless_gone(request.receive, exhaust(updates))
-        return json_response(await answer.whole())
+        room = self.remembered(ask.num_logprobs(self.hub.info["max_len"]))
+        return (EventStream if ask.stream else WholeAnswer)(answer, updates, room)
 
     async def updates(self, calls: list[Tokenize], answer: Answer, start: float) -> AsyncGenerator[Iterable[int]]:
         """Brings the answer up to date until it is complete; each time, the uids that have something new."""
@@ -195,9 +210,13 @@ class Api:
                 self.metrics.count_prompts(answer.usage())
 
 
-async def exhaust(updates: AsyncGenerator) -> None:
-    async for _ in updates:
-        pass
+def check_room(what: str, size: int, most: int, under_way: int, limit: int) -> None:
+    """ApiError if one call is too large, or for now one too many."""
+    if size > most:
+        raise ApiError(400, f"the call has {size} {what}; at most {most} fit in here")
+    if under_way + size > limit:
+        message = f"{under_way} of {limit} {what} are under way, and the call has {size}; try again later"
+        raise ApiError(429, message, code="rate_limit_exceeded")
 
 
 async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:
@@ -219,26 +238,47 @@ async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:
     tasks[0].result()  # raises what went wrong
 
 
-class EventStream(Response):
-    """Server-sent events, once the engine has taken all of the call: what is there, then every update as it comes.
+class Delivery(Response):
+    """Generates an answer and sends it. Until its status has gone out, an error has a status of its own.
 
-    Until then an error has a status of its own. Owns the updates, and closes them.
+    Owns the updates, and closes them. Keeps the room for log-probabilities until the client has read the answer.
     """
 
-    def __init__(self, answer: Answer, updates: AsyncGenerator[Iterable[int]]):
-        super().__init__(media_type="text/event-stream", headers=SSE_HEADERS)
-        del self.headers["content-length"]
-        self.answer, self.updates = answer, updates
+    def __init__(self, answer: Answer, updates: AsyncGenerator[Iterable[int]], room: AbstractContextManager):
+        super().__init__()
+        self.answer, self.updates, self.room, self.started = answer, updates, room, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self.updates):
-            try:
-                await unless_gone(receive, self.pump(send))
-            except ClientDisconnect:
-                if not self.answer.accepted:  # else the status has gone out already
-                    raise
+        with self.room:
+            async with aclosing(self.updates):
+                try:
+                    await unless_gone(receive, self.deliver(send))
+                except ClientDisconnect:
+                    if not self.started:
+                        raise
 
-    async def pump(self, send: Send) -> None:
+    async def start(self, send: Send, headers: dict[str, str]) -> None:
+        self.started = True
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+
+class WholeAnswer(Delivery):
+    """One JSON object, once all of it is there."""
+
+    async def deliver(self, send: Send) -> None:
+        async for _ in self.updates:
+            pass
+        body = await self.answer.whole()
+        await self.start(send, {"content-type": "application/json", "content-length": str(len(body))})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})  # waits until the client has read the rest
+
+
+class EventStream(Delivery):
+    """Server-sent events, once the engine has taken all of the call: what is there, then every update as it comes."""
+
+    async def deliver(self, send: Send) -> None:
         async def send_events(uids: Iterable[int]) -> None:
             events = self.answer.events(uids)
             if not self.answer.num_open:
@@ -248,7 +288,7 @@ class EventStream(Response):
 
         while not self.answer.accepted:
             await anext(self.updates)
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await self.start(send, SSE_HEADERS)
         last = b""
         try:
             await send_events(self.answer.choices)
@@ -264,23 +304,31 @@ class Gate:
 
     def __init__(self, app: ASGIApp, settings: ApiSettings, metrics: Metrics):
         self.app, self.settings, self.metrics = app, settings, metrics
-        self.credentials = settings.api_key and f"Bearer {settings.api_key}".encode()
+        self.key = settings.api_key and settings.api_key.encode()
+        self.body_bytes = 0  # of requests that are being read or answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        limit, size, status = self.settings.max_body_bytes, 0, None
+        limit, size, kept, status = self.settings.max_body_bytes, 0, 0, None
 
         async def limited() -> Message:
-            nonlocal size
+            nonlocal size, kept
             message = await receive()
-            size += len(message.get("body", b""))
-            if size <= limit:
+            new = len(message.get("body", b""))
+            size += new
+            if size > limit:
+                refusal = ApiError(413, f"the body has more than {limit} bytes; send less")
+            elif self.body_bytes + new > BODIES * limit:
+                busy = f"{self.body_bytes} of {BODIES * limit} bytes of requests are in memory; try again later"
+                refusal = ApiError(429, busy, code="rate_limit_exceeded")
+            else:
+                self.body_bytes, kept = self.body_bytes + new, size
                 return message
-            while message.get("more_body") and size < 8 * limit:  # one who can't finish sending hears no answer
-                message = await receive()
+            while message.get("more_body") and size < 8 * limit:
+                message = await receive()  # a client reads no answer before it has sent its body: take a limited rest
                 size += len(message.get("body", b""))
-            raise ApiError(413, f"the body has more than {limit} bytes; send less")
+            raise refusal
 
         async def counted(message: Message) -> None:
             nonlocal status
@@ -291,17 +339,20 @@ class Gate:
         try:
             return await (error_response(refusal) if refusal else self.app)(scope, limited, counted)
         finally:  # the answer to an unforeseen error is given further out
-            name = getattr(scope.get("endpoint"), "__name__", None)  # who is refused has none
+            self.body_bytes -= kept
+            name = getattr(scope.get("endpoint"), "__name__", None)  # a refused request has none
             route = scope["path"] if scope["path"] in ROUTES else PATHS.get(name, "other")
             self.metrics.requests[route, status or 500] += 1
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        """Of whoever has no key; or, where none is asked for, of a page that has this machine under a name of its own."""
+        """A request without the key is refused. Without a key, one whose Host header is not an address of this machine: it comes
+        from a web page whose domain was pointed here (DNS rebinding)."""
         headers, hosts = dict(scope["headers"]), self.settings.hosts
         if scope["path"] in OPEN:
             return None
-        if self.credentials:
-            known = hmac.compare_digest(headers.get(b"authorization", b""), self.credentials)
+        if self.key:
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            known = hmac.compare_digest(key.lstrip(b" "), self.key) and scheme.lower() == b"bearer"
             return None if known else ApiError(401, *NO_KEY)
         known = not hosts or host_name(headers.get(b"host", b"")) in hosts
         return None if known else ApiError(403, f"this server goes by the name of {' or '.join(hosts)} only; {OTHERS}")
@@ -343,6 +394,6 @@ def error_response(error: Exception) -> Response:
             way_out = f"use {allowed}" if allowed else f"there are {', '.join(ROUTES)}"
             error = ApiError(error.status_code, f"{error.detail}: {way_out}")
         case _:
-            error = ApiError(500, "the server made a mistake; its log says more")
+            error = ApiError(500, "internal error; the server's log has the details")
     headers |= HEADERS.get(error.status, {})
     return Response(error.body(), error.status, headers, "application/json")

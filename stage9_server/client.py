@@ -39,7 +39,7 @@ def main() -> None:
     add.add_argument("--scale", type=float, default=1.0, help="of its lengths (default: 1)")
     add.add_argument("--requests", type=int, help="only the first N, or N conversations (default: all)")
     how = add.add_mutually_exclusive_group()
-    how.add_argument("--rate", type=float, help="requests a second, Poisson arrivals (default: all at once)")
+    how.add_argument("--rate", type=float, help="requests per second, Poisson arrivals (default: all at once)")
     how.add_argument("--concurrency", type=int, help="requests at the same time (default: all)")
     add.add_argument("--ttft-limit", type=float, metavar="MS", help="a good request has its first token by then")
     add.add_argument("--itl-limit", type=float, metavar="MS", help="and needs at most this for a token, in the mean")
@@ -48,9 +48,10 @@ def main() -> None:
     args = parser.parse_args()
     check_range("--temperature", args.temperature, 0, 2)
     load.Server(args.url)  # is it an address at all?
+    args.url = args.url.rstrip("/").removesuffix("/v1")  # which other clients want there
     args.api_key = args.api_key or os.environ.get(KEY_VARIABLE) or "none"
     try:
-        vars(args).pop("command")(args, OpenAI(base_url=f"{args.url.rstrip('/')}/v1", api_key=args.api_key))
+        vars(args).pop("command")(args, OpenAI(base_url=f"{args.url}/v1", api_key=args.api_key))
     except APIError as error:
         raise UserError(f"the server at {args.url} says: {error.message}") from error
 
@@ -122,7 +123,7 @@ def bench(args: argparse.Namespace, client: OpenAI) -> None:
     errors = sorted({reply.error for reply in replies if reply.error})[:5]
     if summary.failed == summary.requests:
         raise UserError(f"none of the {summary.requests} requests was answered: {'; '.join(errors)}")
-    how = f"{args.rate:g} a second" if args.rate else f"{args.concurrency or 'all'} at once"
+    how = f"{args.rate:g} per second" if args.rate else f"{args.concurrency or 'all'} at once"
     show(f"{args.dataset}, {len(replies)} requests, {how}", summary)
     for error in errors:
         report.say(f"error: {error}")

@@ -4,7 +4,9 @@ A client has the next word while its request is not complete (or not begun), and
 to it. The time that the engine takes is not the client's.
 """
 
+import asyncio
 import resource
+import socket
 import time
 from collections.abc import Iterable
 
@@ -12,10 +14,17 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 MAX_HEAD = 64 << 10  # bytes of a request before its body
 MAX_FILES = 1 << 16
+BEGINNING = b"HTTP/1.1 "  # of every answer
+LOOK_SECONDS = 0.1  # between two looks whether a client is still there
 
 
 class Connection(AutoHTTPProtocol):
-    """uvicorn's, with a limit for what comes before a request is understood; one of its two parsers has none."""
+    """uvicorn's, with two additions: a limit for what comes before a request is understood, which one of its two parsers
+    lacks; and a client that has sent its request may close its side of the connection and still gets the answer.
+
+    Of such a client nothing tells whether it waits or has left, but a write does: after it, a connection that nobody has
+    any more is in error. So the first bytes of the answer, which are always the same, are written at once.
+    """
 
     head_bytes = 0
 
@@ -27,9 +36,43 @@ class Connection(AutoHTTPProtocol):
         if self.head_bytes > MAX_HEAD:
             self.transport.abort()
 
+    def eof_received(self) -> bool:
+        """Keep the connection open?"""
+        cycle = (
+            self.cycle
+        )  # the newest request; those before it, of a client that does not wait for answers, are in line
+        if cycle is None or cycle.more_body or cycle.response_complete:
+            return False
+        cycle.keep_alive = False
+        if not cycle.response_started and not getattr(self, "pipeline", None):
+            self.transport.write(BEGINNING)
+            cycle.transport = Begun(self.transport)
+        self.look()
+        return True
+
+    def look(self) -> None:
+        """Until the connection is closed: close it if the client has left."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self.loop.call_later(LOOK_SECONDS, self.look)
+
+
+class Begun:
+    """A connection on which the beginning of the answer has been written already."""
+
+    def __init__(self, transport: asyncio.Transport):
+        self.transport, self.is_closing, self.close = transport, transport.is_closing, transport.close
+
+    def write(self, data: bytes) -> None:
+        self.transport.write(data.removeprefix(BEGINNING))
+        self.write = self.transport.write
+
 
 class Patience:
-    """Closes connections whose client lets us wait too long, and the most idle ones where there are too many."""
+    """Closes connections whose client takes too long, and the most idle ones where there are too many."""
 
     def __init__(self, seconds: float, most: int):
         self.seconds, self.most = seconds, most
@@ -37,10 +80,10 @@ class Patience:
 
     def look(self, connections: Iterable[Connection]) -> None:
         """To be called about once a second."""
-        now, everyone = time.monotonic(), list(connections)
-        keys = [(c, c.cycle, c.transport.get_write_buffer_size()) for c in everyone if clients_turn(c)]
+        now, every = time.monotonic(), list(connections)
+        keys = [(c, c.cycle, c.transport.get_write_buffer_size()) for c in every if clients_turn(c)]
         self.since = {key: self.since.get(key, now) for key in keys}
-        too_many = len(everyone) - self.most
+        too_many = len(every) - self.most
         for i, key in enumerate(sorted(self.since, key=self.since.get)):
             if i < too_many or now - self.since[key] > self.seconds:
                 key[0].transport.abort()  # which is to the rest as if the client had left

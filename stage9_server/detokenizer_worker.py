@@ -1,4 +1,4 @@
-"""Token ids to text, beside the engine; and the one who notices stop strings."""
+"""Token ids to text, beside the engine; finds stop strings."""
 
 from common.tokenizer import load_tokenizer
 from stage9_server.byte_tokenizer import ByteTokenizer
@@ -9,7 +9,7 @@ from stage9_server.text import TextStream
 FINISH_REASONS = {"eos": "stop", "stop_token": "stop", "max_tokens": "length", "length": "length", "abort": "abort"}
 
 
-class Sequence:
+class SequenceText:
     """One sequence that is being answered."""
 
     def __init__(self, started: Started, tokenizer):
@@ -20,14 +20,14 @@ class Sequence:
         return Piece(self.uid, self.text.echo, 0, None, self.prompt_tokens, 0)
 
     def push(self, token: Token) -> Piece:
-        """A token that ended the sequence by what it is (eos) is counted but not shown."""
+        """A token that ended the sequence by what it is (eos) is counted but not shown. It may complete a stop string."""
         text, stopped, logprobs = "", False, []
         reason = token.finish_reason and FINISH_REASONS[token.finish_reason]
-        if reason != "stop":
+        if reason != "stop" or token.token_id in self.text.special:
             text, stopped = self.text.push(token.token_id)
-            if token.logprob is not None:
-                top = [self.logprob(*rival) for rival in token.top_logprobs]
-                logprobs.append((self.logprob(token.token_id, token.logprob), top))
+        if reason != "stop" and token.logprob is not None:
+            top = [self.logprob(*rival) for rival in token.top_logprobs]
+            logprobs.append((self.logprob(token.token_id, token.logprob), top))
         if reason and not stopped:
             rest, stopped = self.text.flush()
             text += rest
@@ -45,17 +45,17 @@ class Detokenizing:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, SequenceText] = {}
 
     def handle(self, message: Started | Tokens | Abort) -> list[tuple[str, Message]]:
-        """[(who gets it, what)]"""
+        """[(receiver, message)]"""
         if isinstance(message, Tokens):
             return self.push(message.tokens)
         if isinstance(message, Abort):
             for uid in message.uids:
                 self.sequences.pop(uid, None)
             return []
-        sequence = self.sequences[message.uid] = Sequence(message, self.tokenizer)
+        sequence = self.sequences[message.uid] = SequenceText(message, self.tokenizer)
         return [(API, Pieces([sequence.accepted()]))]
 
     def push(self, tokens: list[Token]) -> list[tuple[str, Message]]:

@@ -40,10 +40,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 RESTARTS = {SCHEDULER: 3, DETOKENIZER: 10, "tokenizer": 10}  # deaths in RESTART_WINDOW after which we give up
 RESTART_WINDOW = 600.0  # seconds
 STOP_SECONDS = 2.0  # for a worker to end when it is asked to; then it is killed
-ENGINE_FLAGS = (
-    *("model", "device", "dtype", "attn", "max_model_len", "max_running", "max_batch_tokens", "page_size", "kv_tokens"),
-    *("memory_fraction", "graph", "graph_max_batch", "graph_max_tokens", "overlap", "radix", "order", "tp", "seed"),
-)
+ENGINE_FLAGS = tuple(cli.FIELDS)
 SERVER_FLAGS = {  # flag -> (type, default, range, help)
     "host": (str, "127.0.0.1", (), "address to listen at; 0.0.0.0 is open to the network"),
     "port": (int, 8000, (0, 65535), "TCP port; 0: any that is free"),
@@ -61,6 +58,12 @@ SERVER_FLAGS = {  # flag -> (type, default, range, help)
         (1,),
         "sequences in flight; beyond that clients get status 429",
     ),
+    "max-logprobs": (
+        int,
+        ApiSettings.max_logprobs,
+        (1,),
+        "log-probabilities in answers under way, 300 bytes each; beyond that clients get status 429",
+    ),
     "max-body-bytes": (int, ApiSettings.max_body_bytes, (1,), "size of a request; beyond that clients get status 413"),
     "client-seconds": (
         float,
@@ -74,6 +77,14 @@ SERVER_FLAGS = {  # flag -> (type, default, range, help)
 
 class WorkerFailed(Exception):
     """A worker can't be kept alive."""
+
+
+class FetchFailed(Exception):
+    """The model can't be had. The process that was to fetch it has said why; `status` is its exit status."""
+
+    def __init__(self, status: int):
+        super().__init__(status)
+        self.status = status
 
 
 # --- the workers ---
@@ -92,13 +103,31 @@ class Supervisor:
         }
         self.processes: dict[str, asyncio.subprocess.Process] = {}
 
+    async def run(self) -> None:
+        """Fetch the model, once for all; then keep every worker alive. Raises what makes no sense to go on with."""
+        if not self.settings["engine"].model.startswith("dummy:"):
+            await self.fetch(self.settings["engine"].model)
+        await asyncio.gather(*map(self.keep, self.hub.workers))
+
+    async def fetch(self, model: str) -> None:
+        """In a process of its own: converting a model takes PyTorch, which would stay in this one."""
+        process = await self.start("fetch", "common.fetch", model)
+        status = await process.wait()
+        if not self.stopping:
+            del self.processes["fetch"]
+            if status:
+                raise FetchFailed(status)
+
     async def spawn(self, name: str) -> asyncio.subprocess.Process:
-        """A session of its own: Ctrl-C passes it by, and so does the end of the terminal."""
-        module = f"stage9_server.{name.split('-')[0]}_worker"
         settings = Settings(name, self.hub.workers[name].incarnation, **self.settings)
+        module = f"stage9_server.{name.split('-')[0]}_worker"
+        return await self.start(name, module, msgspec.json.encode(settings).decode())
+
+    async def start(self, name: str, module: str, argument: str) -> asyncio.subprocess.Process:
+        """A session of its own: Ctrl-C passes it by, and so does the end of the terminal."""
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", module, msgspec.json.encode(settings).decode()),
+            *(sys.executable, "-P", "-m", module, argument),
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
             start_new_session=True,
@@ -123,7 +152,7 @@ class Supervisor:
             if self.stopping:
                 return
             self.hub.lost(name)
-            await asyncio.sleep(0.1)  # for its last words
+            await asyncio.sleep(0.1)  # for its Failed message
             failed = self.hub.last_words.pop(name, None)
             words = failed.message if failed else f"it ended with status {status}"
             if not was_up:
@@ -212,15 +241,22 @@ def main() -> None:
     key = os.environ.pop(KEY_VARIABLE, None)  # the workers need not know it
     args.api_key = key if args.api_key is None else args.api_key
     if args.api_key == "":
-        raise UserError(f"the key is empty, which would let everybody in; give one, or no --api-key and {KEY_VARIABLE}")
+        raise UserError(
+            f"the key is empty, which would let every client in; give one, or no --api-key and {KEY_VARIABLE}"
+        )
     with listener(args.host, args.port) as sock:
-        folder = tempfile.mkdtemp(prefix="sglang-zero-")
+        try:
+            folder = tempfile.mkdtemp(prefix="sglang-zero-")
+        except OSError as error:
+            raise UserError(f"no folder for temporary files: {error}; set TMPDIR to one that has room") from error
         status = 0
         try:
             uvloop.run(serve(args, folder, sock))
         except WorkerFailed as error:
             print(f"error: {error}", file=sys.stderr)
             status = 1
+        except FetchFailed as error:
+            status = error.status
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     cli.leave(status)
@@ -245,8 +281,7 @@ async def serve(args: argparse.Namespace, folder: str, sock: socket.socket) -> N
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
     stop = asyncio.ensure_future(asked.wait())
-    tasks = [stop, asyncio.ensure_future(hub.run())]
-    tasks += [asyncio.ensure_future(supervisor.keep(name)) for name in hub.workers]
+    tasks = [stop, asyncio.ensure_future(hub.run()), asyncio.ensure_future(supervisor.run())]
     try:
         start = asyncio.ensure_future(all_up(hub))
         await asyncio.wait([start, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -269,11 +304,15 @@ async def all_up(hub: Hub) -> None:
         await asyncio.sleep(0.02)
 
 
+def host_names(host: str, address: str) -> tuple[str, ...]:
+    """By which names clients may know a server that listens at this address: any, if others than this machine reach it."""
+    return tuple(dict.fromkeys((host.lower(), *LOOPBACK))) if ipaddress.ip_address(address).is_loopback else ()
+
+
 async def answer(args: argparse.Namespace, hub: Hub, sock: socket.socket, until: list[asyncio.Future]) -> None:
     """Serve the API until one of the tasks is done; then answer what is open, within limits."""
-    loopback = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
-    hosts = (args.host, *LOOPBACK) if loopback else ()
-    settings = ApiSettings(args.model, args.api_key, args.max_concurrent, args.max_body_bytes, hosts)
+    hosts = host_names(args.host, sock.getsockname()[0])
+    settings = ApiSettings(args.model, args.api_key, args.max_concurrent, args.max_logprobs, args.max_body_bytes, hosts)
     quiet = {"lifespan": "off", "ws": "none", "access_log": False, "log_level": "warning"}
     quiet |= {"http": Connection, "timeout_graceful_shutdown": args.drain_seconds + 1}
     server = Server(uvicorn.Config(create_app(hub, settings), **quiet), Patience(args.client_seconds, allow_files()))
@@ -338,7 +377,7 @@ def running(*flags: str, timeout: float = 300.0) -> Iterator[Running]:
     reader.start()
     try:
         if not started.wait(timeout) or not server.url:
-            raise UserError("the server did not start; what it says is above")
+            raise UserError("the server did not start; its output is above")
         yield server
     finally:
         server.process.terminate()

@@ -1,7 +1,7 @@
-"""What clients say and hear: OpenAI's requests, checked, and its answers, as bytes.
+"""What clients send and receive: OpenAI's requests, checked, and its answers, as bytes.
 
 A request is a pydantic model, strict about types and ranges. A field is honoured (the models), accepted without effect
-(IGNORED) or refused unless it says that the feature is off (REFUSED); any other is unknown and refused too. Answers are
+(IGNORED) or refused unless its value turns the feature off (REFUSED); any other is unknown and refused too. Answers are
 put together by `Answer`, from pieces, without a model: that is done for every token.
 """
 
@@ -25,6 +25,7 @@ KEY_VARIABLE = "SGLANG_ZERO_KEY"  # of the environment: the key that a server as
 MAX_CHOICES, MAX_SEQUENCES = 16, 256  # n, and prompts times n in one call
 MAX_MESSAGES = 2048  # of a chat, and parts of a message
 MAX_TOKENS = 1 << 20  # of one prompt
+MAX_TEXTS = 1024  # pieces of an answer; a string of four letters takes the memory of fifty
 
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier"}
@@ -188,7 +189,7 @@ class Sampling(BaseModel):
     model_config = STRICT
     model: str
     temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=-1, lt=2**31)
     min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -214,7 +215,16 @@ class Sampling(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def params(self, logprobs: int | None) -> RequestParams:
+    def num_logprobs(self, max_len: int) -> int:
+        """Log-probabilities in the answer, at the most. max_len: what the engine has room for."""
+        return self.num_sequences * min(self.most_tokens or max_len, max_len) * self.logprobs_per_token
+
+    @property
+    def logprobs_per_token(self) -> int:
+        """The chosen token's and those of the likeliest ones."""
+        return 0 if self.num_likeliest is None else 1 + self.num_likeliest
+
+    def params(self) -> RequestParams:
         return RequestParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -225,7 +235,7 @@ class Sampling(BaseModel):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
-            logprobs=logprobs,
+            logprobs=self.num_likeliest,
             stop_token_ids=frozenset(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             cache_salt=self.cache_salt,
@@ -244,9 +254,9 @@ class ChatRequest(Sampling):
             Tokenize(
                 uids,
                 messages=[message.for_template() for message in self.messages],
-                params=self.params(self.top_logprobs if self.logprobs else None),
+                params=self.params(),
                 stop=self.stop,
-                max_tokens=self.max_tokens or self.max_completion_tokens,
+                max_tokens=self.most_tokens,
             )
         ]
 
@@ -255,8 +265,12 @@ class ChatRequest(Sampling):
         return self.n
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs
+    def most_tokens(self) -> int | None:
+        return self.max_tokens or self.max_completion_tokens
+
+    @property
+    def num_likeliest(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
     @model_validator(mode="after")
     def check_pairs(self):
@@ -280,7 +294,7 @@ class CompletionRequest(Sampling):
 
     def calls(self, uids: list[int]) -> list[Tokenize]:
         """uids: n for each prompt."""
-        params = self.params(self.logprobs)
+        params = self.params()
         return [
             Tokenize(
                 uids[i * self.n : (i + 1) * self.n],
@@ -299,8 +313,12 @@ class CompletionRequest(Sampling):
         return len(self.prompt) * self.n
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
+    def most_tokens(self) -> int:
+        return self.max_tokens
+
+    @property
+    def num_likeliest(self) -> int | None:
+        return self.logprobs
 
     @model_validator(mode="after")
     def check_pairs(self):
@@ -379,11 +397,13 @@ class ChatForm:
 
     @staticmethod
     def logprobs(choice: "Choice") -> dict:
+        """Token by token as JSON, which takes a tenth of the memory that dicts do."""
+
         def entry(token: TokenLogprob) -> dict:
             return {"token": token_name(token), "logprob": token.logprob, "bytes": list(token.data)}
 
-        content = [entry(token) | {"top_logprobs": [entry(t) for t in top]} for token, top in choice.logprobs]
-        return {"content": content, "refusal": None}
+        tokens = (entry(token) | {"top_logprobs": [entry(t) for t in top]} for token, top in choice.logprobs)
+        return {"content": [msgspec.Raw(encode(token)) for token in tokens], "refusal": None}
 
 
 class TextForm:
@@ -401,10 +421,11 @@ class TextForm:
     @staticmethod
     def logprobs(choice: "Choice") -> dict:
         tokens = [token for token, _ in choice.logprobs]
+        likeliest = ({token_name(t): t.logprob for t in (token, *top)} for token, top in choice.logprobs)
         return {
             "tokens": [token_name(token) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{token_name(t): t.logprob for t in (token, *top)} for token, top in choice.logprobs],
+            "top_logprobs": [msgspec.Raw(encode(entries)) for entries in likeliest],
             "text_offset": [choice.offset(token) for token in tokens],
         }
 
@@ -413,7 +434,7 @@ Form = type[ChatForm] | type[TextForm]
 
 
 class Choice:
-    """One sequence: its totals, and what has come and is not yet told."""
+    """One sequence: its totals, and what has come and is not yet sent."""
 
     def __init__(self, index: int):
         self.index, self.texts, self.logprobs = index, [], []
@@ -426,6 +447,8 @@ class Choice:
         self.accepted = True
         if piece.text:
             self.texts.append(piece.text)
+            if len(self.texts) > MAX_TEXTS:
+                self.texts = ["".join(self.texts)]
         if piece.logprobs:
             self.logprobs += piece.logprobs
         self.num_tokens += piece.num_tokens
@@ -477,7 +500,9 @@ class Answer:
         }
 
     async def whole(self) -> bytes:
-        """Choice by choice: with log-probabilities one may be megabytes, and others want to be served."""
+        """Choice by choice: with log-probabilities one may be megabytes, and others want to be served. What is encoded is
+        not kept.
+        """
         choices = []
         for choice in self.choices.values():
             content = {
@@ -487,6 +512,7 @@ class Answer:
                 "finish_reason": choice.finish_reason,
             }
             choices.append(msgspec.Raw(encode(content)))
+            choice.texts, choice.logprobs = [], []
             await asyncio.sleep(0)
         return encode(self.head | {"choices": choices, "usage": self.usage()})
 

@@ -1,5 +1,7 @@
 """From a sequence's tokens to the text that a client may see."""
 
+from itertools import compress
+
 from common.tokenizer import IncrementalDecoder
 
 
@@ -37,6 +39,7 @@ class StopStrings:
 class TextStream:
     """One sequence: tokens in, text out. The prompt's text, where it is asked for, comes first and is not looked through.
 
+    Special tokens are not shown. If a stop string names one, the text that is searched has them all the same.
     continues: the text is no beginning, so a tokenizer that drops the space in front of one keeps it.
     """
 
@@ -45,12 +48,31 @@ class TextStream:
         if continues and not echo_ids:
             self.decoder.at_start = False
         self.echo = "".join(map(self.decoder.push, echo_ids))
+        special = tokenizer.special_tokens
+        named = any(text in string for string in stop for text in special.values())
+        self.special: dict[int, str] = special if named else {}  # token -> its text, where that is searched
+        self.visible: list[bool] = []  # which of the characters that are held back may be shown
 
     def push(self, token: int) -> tuple[str, bool]:
         """(text to show, is a stop string complete?)"""
-        return self.stop.push(self.decoder.push(token))
+        if not self.special:
+            return self.stop.push(self.decoder.push(token))
+        if hidden := self.special.get(token, ""):  # no character goes on behind it
+            return self.search(self.decoder.flush(), hidden)
+        return self.search(self.decoder.push(token), "")
+
+    def search(self, text: str, hidden: str) -> tuple[str, bool]:
+        """As StopStrings.push, for text that may be shown and text behind it that may not."""
+        self.visible += [True] * len(text) + [False] * len(hidden)
+        passed, stopped = self.stop.push(text + hidden)
+        shown = "".join(compress(passed, self.visible))
+        del self.visible[: len(passed)]
+        return shown, stopped
 
     def flush(self) -> tuple[str, bool]:
         """The rest, when no further token comes."""
-        text, stopped = self.stop.push(self.decoder.flush())
-        return (text, True) if stopped else (text + self.stop.held, False)
+        if not self.special:
+            text, stopped = self.stop.push(self.decoder.flush())
+            return (text, True) if stopped else (text + self.stop.held, False)
+        text, stopped = self.search(self.decoder.flush(), "")
+        return (text, True) if stopped else (text + "".join(compress(self.stop.held, self.visible)), False)
