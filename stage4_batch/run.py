@@ -67,7 +67,7 @@ def gaps(args) -> dict:
     report.heading(f"{STREAMS} requests are being answered when a prompt of {args.long_prompt:,} tokens arrives")
     config = cli.config(args, max_running=STREAMS + 1, max_model_len=args.long_prompt + 64, max_batch_tokens=CHUNK)
     engine, result, rows = build_engine(config), {}, []
-    for name, budget in (("whole", args.long_prompt + STREAMS), (f"in chunks of {CHUNK}", CHUNK)):
+    for name, budget in (("whole", args.long_prompt + STREAMS), (f"with a budget of {CHUNK}", CHUNK)):
         engine.scheduler.budget = budget
         times, first = stream(engine, args.long_prompt)
         result[name] = {"ms": (np.array(times) * 1e3).round(1).tolist(), "first_token_s": round(first, 2)}
