@@ -16,7 +16,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 
 from common import cli, report
-from common.checkpoint import empty_model
+from common.checkpoint import empty_model, load_config
 from common.device import synchronize
 from common.tokenizer import load_tokenizer
 from stage2_req.params import SamplingParams
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16, help="length of the answers (default: %(default)s)")
     parser.set_defaults(dtype="float32")
     args = parser.parse_args()
+    load_config(args.model)  # fetches the default model once, before the ranks ask for it; raises what is wrong with it
     run_ranks(partial(milestone, args), args.tp, args.device)
 
 

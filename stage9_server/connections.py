@@ -22,8 +22,8 @@ class Connection(AutoHTTPProtocol):
     """uvicorn's, with two additions: a limit for what comes before a request is understood, which one of its two parsers
     lacks; and a client that has sent its request may close its side of the connection and still gets the answer.
 
-    Of such a client nothing tells whether it waits or has left, but a write does: after it, a connection that nobody has
-    any more is in error. So the first bytes of the answer, which are always the same, are written at once.
+    Whether such a client waits or has left shows only when something is written: if it has left, the connection is in
+    error then. So the first bytes of the answer, which are always the same, are written at once.
     """
 
     head_bytes = 0
@@ -37,10 +37,10 @@ class Connection(AutoHTTPProtocol):
             self.transport.abort()
 
     def eof_received(self) -> bool:
-        """Keep the connection open?"""
-        cycle = (
-            self.cycle
-        )  # the newest request; those before it, of a client that does not wait for answers, are in line
+        """Keep the connection open? `cycle` is the newest request. It may wait in line, if the client has sent several without
+        waiting for the answers.
+        """
+        cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.response_complete:
             return False
         cycle.keep_alive = False

@@ -238,8 +238,8 @@ def test_calls_that_have_too_many_logprobs_together(stream):
 
     async def run() -> None:
         app = app_of(FakeHub(DONE), max_logprobs=2000)
-        slow = [asyncio.ensure_future(Exchange(TEXT, body, slow=0.2)(app)) for _ in range(4)]
-        for wait in (0.1, 0.3):  # while the first part of the answer is on its way, and a later one
+        slow = [asyncio.ensure_future(Exchange(TEXT, body, slow=0.5)(app)) for _ in range(4)]
+        for wait in (0.1, 0.5):  # while the first part of the answer is on its way, and a later one
             await asyncio.sleep(wait)
             assert (await Exchange(TEXT, body)(app)).status == 200  # there is room for one more
             more = await Exchange(TEXT, body | {"max_tokens": 41})(app)
@@ -626,7 +626,7 @@ def left(cache: Path) -> list[str]:
 
 
 def disk(*free: int):
-    """A disk that has so much free, each time that somebody looks."""
+    """A disk that has so much free, look after look."""
     looks = iter(free)
     return lambda _: namedtuple("usage", "total used free")(10**12, 0, next(looks))
 
