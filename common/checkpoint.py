@@ -68,8 +68,9 @@ def load(config: EngineConfig, part_of: Callable[[ModelConfig], Part] = Whole) -
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     shape, folder = load_config(config.model)
-    if folder and shape.tie_embeddings and "lm_head.weight" in tensor_names(folder):
-        shape = replace(shape, tie_embeddings=False)  # a head of its own counts, as in transformers
+    has_head = folder and shape.tie_embeddings and "lm_head.weight" in tensor_names(folder)
+    if has_head:  # a head of its own counts, as in transformers
+        shape = replace(shape, tie_embeddings=False)
     part = part_of(shape)
     kernels = select_kernels(config.attn, device, dtype, shape.head_dim)
     config = config.resolve(device.type, shape.max_position)
@@ -77,7 +78,7 @@ def load(config: EngineConfig, part_of: Callable[[ModelConfig], Part] = Whole) -
     load_weights(
         model, dummy_tensors(shape, device, dtype) if folder is None else checkpoint_tensors(folder, device), part
     )
-    if torch.equal(model.lm_head.weight, model.embed_tokens.weight):  # or else it takes its memory for nothing
+    if has_head and torch.equal(model.lm_head.weight, model.embed_tokens.weight):  # it takes its memory for nothing
         model.lm_head.weight = model.embed_tokens.weight
     part.attach(model)
     model.init_rope(config.max_model_len, device)
@@ -130,15 +131,15 @@ def _eos_ids(folder: Path, of_config: int | list[int] | None) -> frozenset[int]:
 
 def _tokenizers_eos(folder: Path) -> int | None:
     """The id of the tokenizer's eos_token, without the seconds that loading a tokenizer takes."""
-    settings, tokenizer = (
-        _read_json(folder / name) if (folder / name).is_file() else {}
-        for name in ("tokenizer_config.json", "tokenizer.json")
-    )
-    token = settings.get("eos_token")
+    settings, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    given = _read_json(settings) if settings.is_file() else {}
+    token = given.get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
-    added = [(entry.get("content"), entry.get("id")) for entry in tokenizer.get("added_tokens", [])]
-    added += [(entry.get("content"), int(i)) for i, entry in settings.get("added_tokens_decoder", {}).items()]
-    return dict(added).get(token)
+    for i, entry in given.get("added_tokens_decoder", {}).items():
+        if entry.get("content") == token:
+            return int(i)
+    added = _read_json(tokenizer).get("added_tokens", []) if token and tokenizer.is_file() else []  # megabytes of it
+    return {entry.get("content"): entry.get("id") for entry in added}.get(token)
 
 
 def _read_json(file: Path) -> dict:

@@ -180,7 +180,7 @@ class EngineConfig:
         whole = ("max_model_len", "max_running", "max_batch_tokens", "page_size", "kv_tokens", "graph_max_batch", "tp")
         for name in (*whole, "graph_max_tokens", "seed"):
             value = getattr(self, name)
-            if value is None and name in whole[:5]:
+            if value is None and getattr(EngineConfig, name) is None:  # the default: `resolve` decides
                 continue
             if not isinstance(value, int):
                 raise UserError(f"{name} is {value!r}; it must be a whole number")

@@ -16,8 +16,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 
 from common import cli, report
-from common.checkpoint import empty_model, load_config
+from common.checkpoint import empty_model
 from common.device import synchronize
+from common.fetch import resolve_model
 from common.tokenizer import load_tokenizer
 from stage2_req.params import SamplingParams
 from stage7_radix.build import build_engine as build_stage7
@@ -37,7 +38,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16, help="length of the answers (default: %(default)s)")
     parser.set_defaults(dtype="float32")
     args = parser.parse_args()
-    load_config(args.model)  # fetches the default model once, before the ranks ask for it; raises what is wrong with it
+    if not args.model.startswith("dummy:"):
+        resolve_model(args.model)  # fetched once, before the ranks ask for it
     run_ranks(partial(milestone, args), args.tp, args.device)
 
 
