@@ -82,7 +82,7 @@ def load(config: EngineConfig, part_of: Callable[[ModelConfig], Part] = Whole) -
         model.lm_head.weight = model.embed_tokens.weight
     part.attach(model)
     model.init_rope(config.max_model_len, device)
-    speed_up_linears(model, device)
+    speed_up_linears(model, kernels, device)
     return Loaded(config, shape, model, kernels, device, dtype)
 
 

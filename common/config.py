@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 
 DTYPES = ("float32", "bfloat16", "float16")
-KERNELS = ("auto", "portable", "flash", "triton")  # for attention, see common/kernels
+KERNELS = ("auto", "portable", "native", "flash", "triton")  # for attention, see common/kernels
 
 # architecture -> (bias of q, k and v; of o; of the MLP; are q and k normalised per head?). A name: that key of
 # config.json decides.
@@ -149,7 +149,9 @@ class EngineConfig:
     dtype: str = flag(
         "auto", f"`auto`, {DTYPE_NAMES}", cpu="bfloat16 if the CPU multiplies it, else float32", cuda="bfloat16"
     )
-    attn: str = flag("auto", f"attention kernels: {KERNEL_NAMES}", cpu="portable", cuda="triton")
+    attn: str = flag(
+        "auto", f"attention kernels: {KERNEL_NAMES}", cpu="native; portable where there is no C compiler", cuda="triton"
+    )
     max_model_len: int | None = flag(
         None,
         "longest sequence in tokens, prompt and output together; never more than the model was made for",

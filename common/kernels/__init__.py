@@ -28,14 +28,18 @@ class Kernels:
 def select_kernels(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
     """The kernels by name. Raises UserError for what can't run here.
 
-    portable: PyTorch for everything. triton: our own kernels, for pages of any size. flash: flash-attn for both
-    functions, to compare with. auto: triton on a GPU, else portable.
+    portable: PyTorch for everything. triton, native: our own for a GPU and for a CPU, for pages of any size. flash:
+    flash-attn for both functions, to compare with. auto: our own where they run, else portable.
     """
     if name not in KERNELS:
         raise UserError(f"attention kernel {name!r} is unknown; use {', '.join(KERNELS)}")
-    obstacle = _triton_obstacle(device)
+    own, obstacle = (
+        ("native", _native_obstacle(device, dtype))
+        if name == "native" or (device.type == "cpu" and name == "auto")
+        else ("triton", _triton_obstacle(device))
+    )
     if name == "auto":
-        name = "portable" if obstacle else "triton"
+        name = "portable" if obstacle else own
     if name == "portable":
         functions = portable.flash_attn_varlen_func, portable.flash_attn_with_kvcache
         return Kernels(name, *functions, captures_varlen=device.type != "cuda")
@@ -43,6 +47,10 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype, head_dim
         obstacle = obstacle or _flash_obstacle(device, dtype, head_dim)
     if obstacle:
         raise UserError(f"--attn {name} needs {obstacle}; use --attn portable")
+    if name == "native":
+        from common.kernels import native
+
+        return Kernels(name, native.flash_attn_varlen_func, native.flash_attn_with_kvcache, native)
     from common.kernels import triton_ops
 
     if name == "flash":
@@ -70,18 +78,29 @@ def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     return None
 
 
+def _native_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cpu":
+        return "a CPU"
+    from common.kernels import native
+
+    if dtype not in native.DTYPES:
+        return "dtype float32 or bfloat16"
+    return None if native.load(dtype) and native.load(torch.float32) else "a C compiler (gcc) that can compile native.c"
+
+
 def _triton_obstacle(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "a GPU"
     return None if importlib.util.find_spec("triton") else "the triton package"
 
 
-def speed_up_linears(model: nn.Module, device: torch.device) -> None:
+def speed_up_linears(model: nn.Module, kernels: Kernels, device: torch.device) -> None:
     """Replace the nn.Linear modules below `model` by ones that are faster on this device, where there are such."""
     if device.type == "cpu":
-        from common.kernels.cpu_linear import pack_linears as replace
+        from common.kernels.cpu_linear import pack_linears
+
+        pack_linears(model, kernels.name)
     elif not _triton_obstacle(device):
         from common.kernels.triton_linear import speed_up_linears as replace
-    else:
-        return
-    replace(model)
+
+        replace(model)

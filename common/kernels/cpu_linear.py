@@ -41,24 +41,29 @@ class HalfBytesLinear(nn.Module):
         return torch.ops.quantized.linear_dynamic_fp16(x.float(), self.packed).to(x.dtype)
 
 
-def pack_linears(module: nn.Module) -> None:
+def pack_linears(module: nn.Module, kernels: str) -> None:
     """Replace every nn.Linear below `module`, one at a time, so that no two copies of the model exist at once.
 
     One stays as it is where no library here has anything better for its dtype.
     """
     for name, child in module.named_children():
         if isinstance(child, nn.Linear):
-            setattr(module, name, _pack(child))
+            setattr(module, name, _pack(child, kernels))
         else:
-            pack_linears(child)
+            pack_linears(child, kernels)
 
 
-def _pack(linear: nn.Linear) -> nn.Module:
+def _pack(linear: nn.Linear, kernels: str) -> nn.Module:
     weight = linear.weight.detach()
-    native = weight.dtype == torch.bfloat16 and cpu_multiplies_bfloat16()
-    if not native and "fbgemm" in torch.backends.quantized.supported_engines and _float16_holds(weight):
-        return HalfBytesLinear(linear)
-    if native or (weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()):
+    multiplies = weight.dtype == torch.bfloat16 and cpu_multiplies_bfloat16()
+    if not multiplies and _float16_holds(weight):
+        if kernels == "native":
+            from common.kernels.native import NativeLinear
+
+            return NativeLinear(linear)
+        if "fbgemm" in torch.backends.quantized.supported_engines:
+            return HalfBytesLinear(linear)
+    if multiplies or (weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()):
         return PackedLinear(linear)
     return linear
 
