@@ -23,6 +23,7 @@ from stage9_server.messages import (
     Ready,
     Tokenize,
     Tokenized,
+    merged,
 )
 
 SILENCE = 120.0  # seconds without a word after which the scheduler no longer counts as healthy: longer than any step
@@ -43,7 +44,7 @@ class OpenSequence:
 
     answers: asyncio.Queue
     generates: bool  # or only asks a tokenizer something
-    tokenizer: str | None  # where it is, until the engine has accepted it
+    tokenizer: str | None  # to which it was given, until something comes back
 
 
 @dataclass
@@ -89,32 +90,28 @@ class Hub:
         return f"the engine has been silent for {silence:.0f} s" if silence > SILENCE else None
 
     async def stream(self, calls: list[Tokenize]) -> AsyncIterator[list[Piece]]:
-        """All pieces of all sequences of the calls as they come, each time those that are waiting, until each has its end.
+        """The pieces of all sequences of the calls as they come, until each has its end: each time all that is waiting, one
+        piece for a sequence. So to a client that is late, several tokens come as one.
 
         Raises RequestFailed as soon as one of them fails. Leaving early (use contextlib.aclosing) aborts the rest.
         """
         open_uids = {uid for call in calls for uid in call.uids}
-        answers: asyncio.Queue[Piece | Failed] = asyncio.Queue()
+        queue: asyncio.Queue[Piece | Failed] = asyncio.Queue()
         try:
             for call in calls:
-                call.max_len = self.info["max_len"]
-                await self.submit(call, answers, generates=True)
+                await self.submit(call, queue, generates=True)
             while open_uids:
-                pieces, failed = [], None
-                answer = await answers.get()
-                while answer is not None and failed is None:
-                    if isinstance(answer, Failed):
-                        failed = answer
-                    else:
-                        pieces.append(answer)
-                        if answer.finish_reason:
-                            open_uids.discard(answer.uid)
-                    answer = None if answers.empty() else answers.get_nowait()
+                answers = [await queue.get()]
+                while not queue.empty():
+                    answers.append(queue.get_nowait())
+                pieces = merged([answer for answer in answers if isinstance(answer, Piece)])
+                open_uids.difference_update(piece.uid for piece in pieces if piece.finish_reason)
                 if pieces:
                     yield pieces
-                if failed:
-                    open_uids.difference_update(failed.uids)
-                    raise RequestFailed(failed.status, failed.message)
+                for failed in answers:
+                    if isinstance(failed, Failed):
+                        open_uids.difference_update(failed.uids)
+                        raise RequestFailed(failed.status, failed.message)
         finally:
             self.abort(open_uids)
 
@@ -212,8 +209,9 @@ class Hub:
         worker = self.workers[message.worker]
         if message.incarnation == worker.incarnation:  # not from an earlier incarnation
             worker.up = True
+            self.info |= message.info
             if message.worker == SCHEDULER:
-                self.info, self.heard_at = message.info, time.monotonic()
+                self.heard_at = time.monotonic()
 
     def lost(self, name: str) -> None:
         """A worker is dead: the calls that were with it fail."""

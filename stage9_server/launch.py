@@ -1,7 +1,7 @@
 """Starts the server, keeps its processes alive, and ends them: python -m stage9_server.launch --model … --port …
 
 The main process is the API server, the only one with a TCP port. It starts the workers, restarts those that die, and
-removes all traces in the end. `running` starts such a server for a script.
+removes all traces in the end.
 """
 
 import argparse
@@ -15,11 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -28,51 +24,17 @@ import uvloop
 import zmq
 
 from common import cli
-from common.config import UserError, check_range
-from stage9_server.api_server import ApiSettings, create_app
-from stage9_server.connections import Connection, Patience, allow_files
+from common.config import UserError
+from stage9_server.api_server import create_app
+from stage9_server.cli import parse
+from stage9_server.guard.guard import Guard, Limits, NoGuard
 from stage9_server.hub import Hub
-from stage9_server.ipc import DETOKENIZER, SCHEDULER, Settings, freeze_garbage
-from stage9_server.protocol import KEY_VARIABLE
+from stage9_server.ipc import Settings, freeze_garbage
+from stage9_server.observe.logs import configure, throughput_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-RESTARTS = {SCHEDULER: 3, DETOKENIZER: 10, "tokenizer": 10}  # deaths in RESTART_WINDOW after which we give up
-RESTART_WINDOW = 600.0  # seconds
 STOP_SECONDS = 2.0  # for a worker to end when it is asked to; then it is killed
-ENGINE_FLAGS = tuple(cli.FIELDS)
-SERVER_FLAGS = {  # flag -> (type, default, range, help)
-    "host": (str, "127.0.0.1", (), "address to listen at; 0.0.0.0 is open to the network"),
-    "port": (int, 8000, (0, 65535), "TCP port; 0: any that is free"),
-    "tokenizers": (int, 1, (1, 64), "tokenizer processes"),
-    "api-key": (
-        str,
-        None,
-        (),
-        f"clients must send this key; in the environment as {KEY_VARIABLE} no other user sees it",
-    ),
-    "max-queue": (int, 1024, (1,), "sequences that may wait for the engine; beyond that clients get status 503"),
-    "max-concurrent": (
-        int,
-        ApiSettings.max_concurrent,
-        (1,),
-        "sequences in flight; beyond that clients get status 429",
-    ),
-    "max-logprobs": (
-        int,
-        ApiSettings.max_logprobs,
-        (1,),
-        "log-probabilities in answers under way, 300 bytes each; beyond that clients get status 429",
-    ),
-    "max-body-bytes": (int, ApiSettings.max_body_bytes, (1,), "size of a request; beyond that clients get status 413"),
-    "client-seconds": (
-        float,
-        60.0,
-        (0.1,),
-        "time for a client to send its request, or to go on reading; then its connection is closed",
-    ),
-    "drain-seconds": (float, 5.0, (0,), "time for open answers at the end, before they are broken off"),
-}
 
 
 class WorkerFailed(Exception):
@@ -93,13 +55,14 @@ class FetchFailed(Exception):
 class Supervisor:
     """Owns the worker processes."""
 
-    def __init__(self, hub: Hub, folder: str, args: argparse.Namespace):
-        self.hub, self.stopping = hub, False
+    def __init__(self, hub: Hub, folder: str, args: argparse.Namespace, guard: Guard | NoGuard):
+        self.hub, self.guard, self.stopping = hub, guard, False
         self.settings = {
             "folder": folder,
             "parent": os.getpid(),
             "engine": cli.config(args),
             "max_queue": args.max_queue,
+            "guard": guard.on,
         }
         self.processes: dict[str, asyncio.subprocess.Process] = {}
 
@@ -138,7 +101,7 @@ class Supervisor:
 
     async def keep(self, name: str) -> None:
         """Start a worker, again and again. Raises UserError or WorkerFailed once that makes no sense."""
-        kind, peer, deaths, was_up = name.split("-")[0], self.hub.workers[name], deque(), False
+        kind, peer, was_up = name.split("-")[0], self.hub.workers[name], False
         while True:
             process = await self.spawn(name)
             end = asyncio.ensure_future(process.wait())
@@ -157,12 +120,8 @@ class Supervisor:
             words = failed.message if failed else f"it ended with status {status}"
             if not was_up:
                 raise UserError(words) if status == 2 else WorkerFailed(f"the {name} could not start: {words}")
-            now = time.monotonic()
-            deaths.append(now)
-            while now - deaths[0] > RESTART_WINDOW:
-                deaths.popleft()
-            if len(deaths) > RESTARTS[kind]:
-                raise WorkerFailed(f"the {name} died {len(deaths)} times in {RESTART_WINDOW / 60:g} minutes: {words}")
+            if reason := self.guard.gives_up(kind):
+                raise WorkerFailed(f"{reason}: {words}")
             say(f"{name} died ({words}); starting it again")
 
     async def stop(self) -> None:
@@ -199,25 +158,18 @@ def say(text: str) -> None:
 class Server(uvicorn.Server):
     """One that leaves the signals to us, and waits for no client for ever."""
 
-    def __init__(self, config: uvicorn.Config, patience: Patience):
+    def __init__(self, config: uvicorn.Config, guard: Guard | NoGuard):
         super().__init__(config)
-        self.patience = patience
+        self.guard = guard
 
     async def on_tick(self, counter: int) -> bool:  # ten times a second
         if counter % 10 == 0:
-            self.patience.look(self.server_state.connections)
+            self.guard.look(self.server_state.connections)
         return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def parser() -> argparse.ArgumentParser:
-    result = cli.parser(__doc__, flags=ENGINE_FLAGS)
-    for name, (kind, default, _, text) in SERVER_FLAGS.items():
-        result.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default})")
-    return result
 
 
 def listener(host: str, port: int) -> socket.socket:
@@ -233,17 +185,8 @@ def listener(host: str, port: int) -> socket.socket:
 
 
 def main() -> None:
-    args = parser().parse_args()
-    for name, (_, _, limits, _) in SERVER_FLAGS.items():
-        if limits:
-            check_range(f"--{name}", getattr(args, name.replace("-", "_")), *limits)
-    cli.config(args)  # raises what is wrong with it
-    key = os.environ.pop(KEY_VARIABLE, None)  # the workers need not know it
-    args.api_key = key if args.api_key is None else args.api_key
-    if args.api_key == "":
-        raise UserError(
-            f"the key is empty, which would let every client in; give one, or no --api-key and {KEY_VARIABLE}"
-        )
+    args = parse(__doc__)
+    configure(args.log_level)
     with listener(args.host, args.port) as sock:
         try:
             folder = tempfile.mkdtemp(prefix="sglang-zero-")
@@ -268,7 +211,8 @@ async def serve(args: argparse.Namespace, folder: str, sock: socket.socket) -> N
         hub = Hub(folder, args.tokenizers)
     except zmq.ZMQError as error:
         raise UserError(f"no sockets in {folder}: {error}; set TMPDIR to a shorter path") from error
-    supervisor, asked = Supervisor(hub, folder, args), asyncio.Event()
+    guard = Guard(limits(args, sock)) if args.guard else NoGuard()
+    supervisor, asked = Supervisor(hub, folder, args, guard), asyncio.Event()
 
     def on_signal() -> None:
         if asked.is_set():  # for the second time
@@ -282,20 +226,21 @@ async def serve(args: argparse.Namespace, folder: str, sock: socket.socket) -> N
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
     stop = asyncio.ensure_future(asked.wait())
     tasks = [stop, asyncio.ensure_future(hub.run()), asyncio.ensure_future(supervisor.run())]
+    lines = asyncio.ensure_future(throughput_lines(hub))
     try:
         start = asyncio.ensure_future(all_up(hub))
         await asyncio.wait([start, *tasks], return_when=asyncio.FIRST_COMPLETED)
         start.cancel()
         if start.done() and not stop.done():
-            await answer(args, hub, sock, tasks)
+            await answer(args, hub, guard, sock, tasks)
         for task in tasks:
             if task.done():
                 task.result()  # raises what went wrong
     finally:
         await supervisor.stop()
-        for task in tasks:
+        for task in (*tasks, lines):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, lines, return_exceptions=True)
         hub.close()
 
 
@@ -309,13 +254,20 @@ def host_names(host: str, address: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((host.lower(), *LOOPBACK))) if ipaddress.ip_address(address).is_loopback else ()
 
 
-async def answer(args: argparse.Namespace, hub: Hub, sock: socket.socket, until: list[asyncio.Future]) -> None:
-    """Serve the API until one of the tasks is done; then answer what is open, within limits."""
+def limits(args: argparse.Namespace, sock: socket.socket) -> Limits:
     hosts = host_names(args.host, sock.getsockname()[0])
-    settings = ApiSettings(args.model, args.api_key, args.max_concurrent, args.max_logprobs, args.max_body_bytes, hosts)
-    quiet = {"lifespan": "off", "ws": "none", "access_log": False, "log_level": "warning"}
-    quiet |= {"http": Connection, "timeout_graceful_shutdown": args.drain_seconds + 1}
-    server = Server(uvicorn.Config(create_app(hub, settings), **quiet), Patience(args.client_seconds, allow_files()))
+    counts = args.max_concurrent, args.max_logprobs, args.max_body_bytes, args.client_seconds
+    return Limits(args.api_key, hosts, *counts)
+
+
+async def answer(
+    args: argparse.Namespace, hub: Hub, guard: Guard | NoGuard, sock: socket.socket, until: list[asyncio.Future]
+) -> None:
+    """Serve the API until one of the tasks is done; then answer what is open, within limits."""
+    app = create_app(hub, args.served_model_name, guard, tuple(args.cors_origin))
+    quiet = {"lifespan": "off", "ws": "none", "access_log": False, "log_level": "warning", "log_config": None}
+    quiet |= {"http": guard.protocol, "timeout_graceful_shutdown": args.drain_seconds + 1}
+    server = Server(uvicorn.Config(app, **quiet), guard)
     freeze_garbage()
     serving = asyncio.ensure_future(server.serve([sock]))
     while not server.started and not serving.done():
@@ -323,71 +275,11 @@ async def answer(args: argparse.Namespace, hub: Hub, sock: socket.socket, until:
     if serving.done() and (error := serving.exception()):
         raise UserError(f"can't listen at {args.host} port {args.port}: {error}; choose another --port") from error
     host, port = sock.getsockname()[:2]
-    say(f"{args.model} is served at http://{f'[{host}]' if ':' in host else host}:{port}")
+    say(f"{args.served_model_name[0]} is served at http://{f'[{host}]' if ':' in host else host}:{port}")
     await asyncio.wait([serving, *until], return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await hub.drain(args.drain_seconds)
     await serving
-
-
-# --- for scripts ---
-
-
-@dataclass
-class Running:
-    """A server in a process of its own."""
-
-    process: subprocess.Popen
-    url: str = ""
-    lines: list[str] = field(default_factory=list)  # that it has printed
-
-
-def as_flags(args) -> list[str]:
-    """The engine's flags of a script, to start a server with."""
-    flags = []
-    for name in ENGINE_FLAGS:
-        flag, value = name.replace("_", "-"), getattr(args, name, None)
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            flags += [f"--{flag}", str(value)]
-    return flags
-
-
-@contextlib.contextmanager
-def running(*flags: str, timeout: float = 300.0) -> Iterator[Running]:
-    """Start a server with these flags, wait until it answers, and stop it at the end. UserError if it doesn't start.
-
-    A key in the environment is that of the user's own server, not of this one.
-    """
-    command = [sys.executable, "-m", "stage9_server.launch", *flags]
-    env = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
-    server = Running(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True))
-    started = threading.Event()
-
-    def read() -> None:
-        for line in server.process.stdout:
-            server.lines.append(line.rstrip())
-            if " is served at " in line:
-                server.url = line.split()[-1]
-                started.set()
-        started.set()
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        if not started.wait(timeout) or not server.url:
-            raise UserError("the server did not start; its output is above")
-        yield server
-    finally:
-        server.process.terminate()
-        try:
-            server.process.wait(15)
-        except subprocess.TimeoutExpired:
-            server.process.kill()
-            server.process.wait()
-        reader.join()
-        server.process.stdout.close()
 
 
 if __name__ == "__main__":

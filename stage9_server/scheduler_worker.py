@@ -1,7 +1,7 @@
 """The process of the engine. Its loop never waits for another process while there is something to compute."""
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from common.config import UserError
@@ -12,8 +12,9 @@ from stage8_tp.build import build_rank
 from stage8_tp.engine import TPEngine
 from stage8_tp.launch import run_ranks
 from stage8_tp.ranks import Alone, Ranks
-from stage9_server.ipc import API, DETOKENIZER, Settings, Worker, last_words, run_worker
-from stage9_server.messages import Abort, EngineStats, Failed, Generate, Message, Started, Token, Tokens
+from stage9_server.guard.process import last_words, run_worker
+from stage9_server.ipc import API, DETOKENIZER, Settings, Worker
+from stage9_server.messages import Abort, EngineStats, Failed, Generate, Message, Started, Stopped, Token, Tokens
 
 STATS_INTERVAL = 1.0  # seconds
 MAX_EARLY = 1 << 16  # uids
@@ -24,12 +25,23 @@ class Scheduling:
 
     def __init__(self, engine: Engine | TPEngine, max_queue: int):
         self.engine, self.max_queue = engine, max_queue
-        self.live: set[int] = set()  # uids in the engine
+        self.live: dict[int, Started | None] = {}  # uids in the engine -> what the detokenizer still has to learn
         self.early: dict[int, None] = {}  # aborted before they came; the oldest first
+        self.reported, self.output_tokens = time.monotonic(), 0
 
-    def handle(self, message: Generate | Abort) -> list[tuple[str, Message]]:
+    def handle(self, message: Generate | Abort | Stopped) -> list[tuple[str, Message]]:
         """[(receiver, message)]"""
-        return self.abort(message) if isinstance(message, Abort) else self.add(message)
+        if isinstance(message, Generate):
+            return self.add(message)
+        for uid in message.uids:
+            if uid in self.live:
+                del self.live[uid]
+                self.engine.abort(uid)
+            elif isinstance(message, Abort):  # on its way, or done
+                self.early[uid] = None
+                if len(self.early) > MAX_EARLY:
+                    del self.early[next(iter(self.early))]
+        return [(DETOKENIZER, message)] if isinstance(message, Abort) else []
 
     def add(self, call: Generate) -> list[tuple[str, Message]]:
         uids = [uid for uid in call.uids if uid not in self.early]
@@ -42,33 +54,25 @@ class Scheduling:
         # requests that can run at once don't wait, and one call alone fits always
         if queue > max(self.max_queue, len(uids)):
             return [(API, Failed(uids, 503, f"the queue is full ({self.max_queue} requests); try again later"))]
-        result, seed = [], call.params.seed
+        seed, echo = call.params.seed, call.prompt_ids if call.options.echo else []
         for i, uid in enumerate(uids):
             params = call.params if seed is None else replace(call.params, seed=seed + i)
             try:
                 self.engine.add(call.prompt_ids, params, uid)
             except UserError as error:  # it refuses the first of a call, or none
                 return [(API, Failed(uids, 400, str(error)))]
-            self.live.add(uid)
-            echo = call.prompt_ids if call.echo else []
-            result.append((DETOKENIZER, Started(uid, len(call.prompt_ids), call.stop, echo, call.continues)))
-        return result
-
-    def abort(self, message: Abort) -> list[tuple[str, Message]]:
-        for uid in message.uids:
-            if uid in self.live:
-                self.live.remove(uid)
-                self.engine.abort(uid)
-            else:  # on its way, or done
-                self.early[uid] = None
-                if len(self.early) > MAX_EARLY:
-                    del self.early[next(iter(self.early))]
-        return [(DETOKENIZER, message)]
+            self.live[uid] = Started(uid, len(call.prompt_ids), call.options, echo)
+        return []
 
     def step(self) -> Tokens:
-        tokens = [self.token(output) for output in self.engine.step()]
-        self.live.difference_update(token.uid for token in tokens if token.finish_reason)
-        return Tokens(tokens)
+        tokens, started = [self.token(output) for output in self.engine.step()], []
+        for token in tokens:
+            if first := self.live[token.uid]:
+                started.append(first)
+                self.live[token.uid] = None
+            if token.finish_reason:
+                del self.live[token.uid]
+        return Tokens(tokens, started)
 
     @staticmethod
     def token(output: Output) -> Token:
@@ -77,7 +81,9 @@ class Scheduling:
         return Token(output.uid, output.token_id, output.finish_reason, cached, *logprobs)
 
     def stats(self) -> EngineStats:
-        s = self.engine.stats()
+        s, now = self.engine.stats(), time.monotonic()
+        throughput = (s.output_tokens - self.output_tokens) / max(1e-3, now - self.reported)
+        self.reported, self.output_tokens = now, s.output_tokens
         return EngineStats(
             running=s.running,
             waiting=s.waiting,
@@ -90,13 +96,15 @@ class Scheduling:
             retracted=s.retracted,
             cache_hit_tokens=s.hit_tokens,
             cache_lookup_tokens=s.prompt_tokens,
+            throughput=throughput,
         )
 
 
 def serve(engine: Engine | TPEngine, worker: Worker) -> None:
     scheduling = Scheduling(engine, worker.settings.max_queue)
-    worker.ready(max_len=engine.cache.max_len, vocab_size=engine.model.vocab_size, device=str(engine.device))
-    reported, busy, checked = 0.0, True, True
+    facts = {"max_len": engine.cache.max_len, "vocab_size": engine.model.vocab_size, "device": str(engine.device)}
+    worker.ready(model=worker.settings.engine.model, engine=asdict(worker.settings.engine), **facts)
+    busy, checked = True, True
     while True:
         messages = worker.receive(wait=not busy)
         if not (busy or messages or checked):  # a second without anything to do, for the first time since there was
@@ -109,9 +117,8 @@ def serve(engine: Engine | TPEngine, worker: Worker) -> None:
             worker.send(DETOKENIZER, tokens)
         was_busy, busy = busy, engine.has_work()
         checked = checked and not busy
-        if was_busy > busy or time.monotonic() > reported + STATS_INTERVAL:
+        if was_busy > busy or time.monotonic() > scheduling.reported + STATS_INTERVAL:
             worker.send(API, scheduling.stats())
-            reported = time.monotonic()
 
 
 def work(settings: Settings, ranks: Ranks | Alone) -> None:

@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+from stage9_server.connections import Patience
+from stage9_server.protocol import MAX_MESSAGES
 
 from common.config import UserError
 from common.tokenizer import load_tokenizer
 from stage9_server import client, launch, protocol
-from stage9_server.connections import Patience
 from stage9_server.messages import Failed, Tokenize
-from stage9_server.protocol import MAX_MESSAGES
 from stage9_server.tokenizer_worker import MAX_BYTES, Tokenizing
 from tests.test_layout import ROOT, SOURCES
 from tests.test_stage9_api import (

@@ -19,12 +19,12 @@ from openai.types import Completion, completion_create_params
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import completion_create_params as chat_create_params
 from prometheus_client.parser import text_string_to_metric_families
+from stage9_server.metrics import ITL_BUCKETS, Metrics
 
 from stage9_server import client, launch, load, protocol
 from stage9_server.api_server import ROUTES, ApiSettings, create_app
 from stage9_server.hub import RequestFailed
 from stage9_server.messages import EngineStats, Piece, TokenLogprob
-from stage9_server.metrics import ITL_BUCKETS, Metrics
 from stage9_server.scheduler_worker import STATS_INTERVAL
 from tests.conftest import reference
 
