@@ -2,8 +2,14 @@
 
 import argparse
 import os
+import shutil
+import socket
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import zmq
 
 from common import cli
 from common.config import UserError, check_range
@@ -105,3 +111,30 @@ def parse(description: str, words: Sequence[str] | None = None) -> argparse.Name
         )
     args.served_model_name = args.served_model_name or [args.model]
     return args
+
+
+def listener(host: str, port: int) -> socket.socket:
+    """A socket that has the port but takes no connections yet. Raises UserError."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        result = socket.socket(family, kind, protocol)
+        result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        result.bind(where)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"can't listen at {host} port {port}: {error}; choose another --host or --port") from error
+    return result
+
+
+@contextmanager
+def private_folder() -> Iterator[str]:
+    """For the processes' sockets, which are removed with it. Raises UserError."""
+    try:
+        folder = tempfile.mkdtemp(prefix="sglang-zero-")
+    except OSError as error:
+        raise UserError(f"no folder for temporary files: {error}; set TMPDIR to one that has room") from error
+    try:
+        yield folder
+    except zmq.ZMQError as error:
+        raise UserError(f"no sockets in {folder}: {error}; set TMPDIR to a shorter path") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

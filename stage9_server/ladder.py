@@ -20,6 +20,7 @@ from common.device import resolve_device
 from stage1_naive.generate import generate
 from stage2_req.params import SamplingParams
 from stage9_server import load as offered
+from stage9_server import local_server
 from stage9_server.client import completions
 
 NAMES = {1: "naive", 2: "req", 3: "kvcache", 4: "batch", 5: "paged", 6: "cudagraph", 7: "radix", 8: "tp", 9: "server"}

@@ -148,15 +148,14 @@ class EngineStats(Struct, tag=True):
     running: int
     waiting: int
     usage: float  # of the KV pool, 0 to 1
-    pages_free: int
-    pages_total: int
+    free_pages: int
+    num_pages: int
     steps: int
     computed_tokens: int
     output_tokens: int
     retracted: int
-    cache_hit_tokens: int
-    cache_lookup_tokens: int
-    throughput: float = 0.0  # output tokens per second, since the last report
+    hit_tokens: int  # of prompts, found in the prefix cache
+    prompt_tokens: int  # that were looked for there
 
 
 class Ready(Struct, tag=True):

@@ -27,7 +27,6 @@ class Scheduling:
         self.engine, self.max_queue = engine, max_queue
         self.live: dict[int, Started | None] = {}  # uids in the engine -> what the detokenizer still has to learn
         self.early: dict[int, None] = {}  # aborted before they came; the oldest first
-        self.reported, self.output_tokens = time.monotonic(), 0
 
     def handle(self, message: Generate | Abort | Stopped) -> list[tuple[str, Message]]:
         """[(receiver, message)]"""
@@ -81,30 +80,15 @@ class Scheduling:
         return Token(output.uid, output.token_id, output.finish_reason, cached, *logprobs)
 
     def stats(self) -> EngineStats:
-        s, now = self.engine.stats(), time.monotonic()
-        throughput = (s.output_tokens - self.output_tokens) / max(1e-3, now - self.reported)
-        self.reported, self.output_tokens = now, s.output_tokens
-        return EngineStats(
-            running=s.running,
-            waiting=s.waiting,
-            usage=s.usage,
-            pages_free=s.free_pages,
-            pages_total=s.num_pages,
-            steps=s.steps,
-            computed_tokens=s.computed_tokens,
-            output_tokens=s.output_tokens,
-            retracted=s.retracted,
-            cache_hit_tokens=s.hit_tokens,
-            cache_lookup_tokens=s.prompt_tokens,
-            throughput=throughput,
-        )
+        stats = self.engine.stats()
+        return EngineStats(*(getattr(stats, name) for name in EngineStats.__struct_fields__))
 
 
 def serve(engine: Engine | TPEngine, worker: Worker) -> None:
     scheduling = Scheduling(engine, worker.settings.max_queue)
     facts = {"max_len": engine.cache.max_len, "vocab_size": engine.model.vocab_size, "device": str(engine.device)}
     worker.ready(model=worker.settings.engine.model, engine=asdict(worker.settings.engine), **facts)
-    busy, checked = True, True
+    reported, busy, checked = 0.0, True, True
     while True:
         messages = worker.receive(wait=not busy)
         if not (busy or messages or checked):  # a second without anything to do, for the first time since there was
@@ -117,8 +101,9 @@ def serve(engine: Engine | TPEngine, worker: Worker) -> None:
             worker.send(DETOKENIZER, tokens)
         was_busy, busy = busy, engine.has_work()
         checked = checked and not busy
-        if was_busy > busy or time.monotonic() > scheduling.reported + STATS_INTERVAL:
+        if was_busy > busy or time.monotonic() > reported + STATS_INTERVAL:
             worker.send(API, scheduling.stats())
+            reported = time.monotonic()
 
 
 def work(settings: Settings, ranks: Ranks | Alone) -> None:

@@ -1,7 +1,8 @@
-"""The guard of an API server, and its null form. Owns what all requests together may take, and the deaths of workers."""
+"""The guard of a server, and its null form. Owns what all requests together may take."""
 
-import time
-from collections import defaultdict, deque
+import ipaddress
+import socket
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from fastapi import FastAPI
 
 from stage9_server.guard.connections import Connection, Patience, allow_files
 from stage9_server.guard.gate import Gate
-from stage9_server.ipc import DETOKENIZER, SCHEDULER
+from stage9_server.guard.restarts import RestartingHub, Supervisor
+from stage9_server.hub import Hub
 from stage9_server.openai_api.errors import ApiError
+from stage9_server.workers import Workers
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LOGPROBS = "log-probabilities (sequences x tokens x (likeliest ones + 1))"
-RESTARTS = {SCHEDULER: 3, DETOKENIZER: 10, "tokenizer": 10}  # deaths in RESTART_WINDOW after which we give up
-RESTART_WINDOW = 600.0  # seconds
 
 
 @dataclass
@@ -28,10 +30,23 @@ class Limits:
     client_seconds: float = 60.0
 
 
+def make_guard(args: Namespace, sock: socket.socket) -> "Guard | NoGuard":
+    """As the flags want it, for a server that listens at this socket."""
+    if not args.guard:
+        return NoGuard()
+    counts = args.max_concurrent, args.max_logprobs, args.max_body_bytes, args.client_seconds
+    return Guard(Limits(args.api_key, host_names(args.host, sock.getsockname()[0]), *counts))
+
+
+def host_names(host: str, address: str) -> tuple[str, ...]:
+    """By which names clients may know a server that listens at this address: any, if others than this machine reach it."""
+    return tuple(dict.fromkeys((host.lower(), *LOOPBACK))) if ipaddress.ip_address(address).is_loopback else ()
+
+
 class NoGuard:
     """The null form."""
 
-    on = False
+    hub, workers = Hub, Workers
     protocol = "auto"  # uvicorn's, for a connection
 
     def install(self, app: FastAPI) -> None:
@@ -44,19 +59,14 @@ class NoGuard:
     def look(self, connections: Iterable) -> None:
         """To be called about once a second."""
 
-    def gives_up(self, kind: str) -> str | None:
-        """A worker of this kind has died. None if it may be started again, else why not."""
-        return f"the {kind} died"
-
 
 class Guard:
-    on = True
+    hub, workers = RestartingHub, Supervisor
     protocol = Connection
 
     def __init__(self, limits: Limits):
         self.limits, self.patience = limits, Patience(limits.client_seconds, allow_files())
         self.sequences = self.logprobs = 0  # under way
-        self.deaths: dict[str, deque[float]] = defaultdict(deque)
 
     def install(self, app: FastAPI) -> None:
         app.add_middleware(Gate, limits=self.limits)
@@ -74,15 +84,6 @@ class Guard:
 
     def look(self, connections: Iterable[Connection]) -> None:
         self.patience.look(connections)
-
-    def gives_up(self, kind: str) -> str | None:
-        now, deaths = time.monotonic(), self.deaths[kind]
-        deaths.append(now)
-        while now - deaths[0] > RESTART_WINDOW:
-            deaths.popleft()
-        if len(deaths) <= RESTARTS[kind]:
-            return None
-        return f"the {kind} died {len(deaths)} times in {RESTART_WINDOW / 60:g} minutes"
 
 
 def check_room(what: str, size: int, most: int, under_way: int, limit: int) -> None:

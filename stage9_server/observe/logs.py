@@ -82,6 +82,6 @@ async def throughput_lines(hub: "Hub", seconds: float = THROUGHPUT_SECONDS) -> N
             log.info(
                 "running %d, queued %d; KV pool %.0f %% used; %.1f output tokens/s; cache hits %.0f %%",
                 s.running, s.waiting, 100 * s.usage, (s.output_tokens - before.output_tokens) / seconds,
-                100 * s.cache_hit_tokens / max(1, s.cache_lookup_tokens),
+                100 * s.hit_tokens / max(1, s.prompt_tokens),
             )  # fmt: skip
         before = s

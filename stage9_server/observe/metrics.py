@@ -25,14 +25,13 @@ FROM_STATS = {
     "num_running_reqs": (GaugeMetricFamily, "Sequences that compute", lambda s: s.running),
     "num_queue_reqs": (GaugeMetricFamily, "Sequences in the queue", lambda s: s.waiting),
     "token_usage": (GaugeMetricFamily, "Share of the KV pool in use, 0 to 1", lambda s: s.usage),
-    "gen_throughput": (GaugeMetricFamily, "Output tokens per second, in the last second", lambda s: s.throughput),
     "cache_hit_rate": (
         GaugeMetricFamily,
         "Share of the prompts' tokens that the prefix cache had, since the start",
-        lambda s: s.cache_hit_tokens / max(1, s.cache_lookup_tokens),
+        lambda s: s.hit_tokens / max(1, s.prompt_tokens),
     ),
-    "pages_free": (GaugeMetricFamily, "Pages of the KV pool that no request holds", lambda s: s.pages_free),
-    "pages": (GaugeMetricFamily, "Pages of the KV pool", lambda s: s.pages_total),
+    "pages_free": (GaugeMetricFamily, "Pages of the KV pool that no request holds", lambda s: s.free_pages),
+    "pages": (GaugeMetricFamily, "Pages of the KV pool", lambda s: s.num_pages),
     "steps": (CounterMetricFamily, "Steps of the engine", lambda s: s.steps),
     "computed_tokens": (CounterMetricFamily, "Positions computed", lambda s: s.computed_tokens),
     "num_retracted_requests": (CounterMetricFamily, "Sequences thrown out for want of pages", lambda s: s.retracted),
@@ -57,6 +56,7 @@ class Metrics:
         self.in_flight = 0  # sequences
         self.ttft, self.itl, self.e2e = Histogram(TTFT_BUCKETS), Histogram(ITL_BUCKETS), Histogram(E2E_BUCKETS)
         self.queue = Histogram(TTFT_BUCKETS)
+        self.looked_at, self.seen_tokens = time.perf_counter(), 0
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -74,6 +74,7 @@ class Metrics:
         }
         for name, (text, value) in counters.items():
             yield self.family(CounterMetricFamily, name, text, value)
+        yield self.family(GaugeMetricFamily, "gen_throughput", "Output tokens/s since the last look", self.throughput())
         yield self.family(GaugeMetricFamily, "sequences_in_flight", "Sequences that clients wait for", self.in_flight)
         histograms = {
             "time_to_first_token_seconds": ("From the request to its first token", self.ttft),
@@ -100,6 +101,12 @@ class Metrics:
         for (endpoint, status), count in self.requests.items():
             requests.add_metric([endpoint, str(status)], count)
         yield requests
+
+    def throughput(self) -> float:
+        now = time.perf_counter()
+        result = (self.output_tokens - self.seen_tokens) / max(1e-3, now - self.looked_at)
+        self.looked_at, self.seen_tokens = now, self.output_tokens
+        return result
 
     def family(self, kind: type[Metric], name: str, text: str, value: float) -> Metric:
         family = kind(f"sglang:{name}", text, labels=["model_name"])

@@ -15,6 +15,11 @@ from stage9_server.openai_api.requests import ChatRequest, Sampling
 
 MAX_TEXTS = 1024  # pieces of an answer; a string of four letters takes the memory of fifty
 DONE = b"data: [DONE]\n\n"
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 encode = msgspec.json.Encoder().encode
 
 

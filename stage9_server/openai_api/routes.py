@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
+from stage9_server.messages import Detokenize
 from stage9_server.openai_api.answers import ChatAnswer, GenerateAnswer, TextAnswer, encode
 from stage9_server.openai_api.errors import ApiError
 from stage9_server.openai_api.requests import (
@@ -96,15 +97,13 @@ def add_routes(app: FastAPI, api: "Api") -> None:
     @post("/tokenize")
     async def tokenize(ask: TokenizeRequest) -> Response:
         api.check_model(ask.model)
-        with api.guard.room(1):
-            tokens = await hub.tokenize(ask.call(hub.new_uids(1)))
+        tokens = (await api.ask(ask.call(hub.new_uids(1)))).token_ids
         return reply({"tokens": tokens, "count": len(tokens), "max_model_len": api.max_len})
 
     @post("/detokenize")
     async def detokenize(ask: DetokenizeRequest) -> Response:
         api.check_model(ask.model)
-        with api.guard.room(1):
-            return reply({"text": await hub.detokenize(ask.tokens)})
+        return reply({"text": (await api.ask(Detokenize(hub.new_uids(1), ask.tokens))).text})
 
     @get("/model_info")
     @get("/get_model_info", include_in_schema=False)
