@@ -37,13 +37,14 @@ class Choice:
         self.index, self.texts, self.logprobs, self.token_ids = index, [], [], []
         self.finish_reason: str | None = None
         self.prompt_tokens = self.cached_tokens = self.num_tokens = 0
-        self.parser: Plain | Thinking | None = None  # from the first piece on
+        self.parser: Plain | Thinking | None = None  # of a stream, from its first piece on
+        self.thinking: bool | None = None
         self.length, self.decoder = 0, codecs.getincrementaldecoder("utf-8")("replace")
 
     def count(self, piece: Piece) -> None:
         self.num_tokens += len(piece.token_ids)
         self.prompt_tokens, self.cached_tokens = piece.prompt_tokens, piece.cached_tokens
-        self.finish_reason = piece.finish_reason
+        self.finish_reason, self.thinking = piece.finish_reason, piece.thinking
 
     def keep(self, piece: Piece) -> None:
         if piece.text:
@@ -164,15 +165,9 @@ class ChatAnswer(Answer):
         if piece.finish_reason:
             yield chunk(choice, b'"delta":{}', reason=encode(piece.finish_reason))
 
-    def add(self, pieces: list[Piece]) -> None:
-        for piece in pieces:
-            choice = self.choices[piece.uid]
-            choice.parser = choice.parser or self.parser(piece.thinking)
-        super().add(pieces)
-
     def message(self, choice: Choice) -> dict:
         message = {"role": "assistant", "content": "", "refusal": None}
-        return {"message": message | choice.parser.push("".join(choice.texts), last=True)}
+        return {"message": message | self.parser(choice.thinking).push("".join(choice.texts), last=True)}
 
     def logprobs(self, choice: Choice, entries: list) -> dict:
         """Token by token as JSON, which takes a tenth of the memory that dicts do."""

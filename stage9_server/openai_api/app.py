@@ -26,7 +26,15 @@ def create_app(hub: Hub, models: list[str], guard: Guard | NoGuard, cors: tuple[
     app = FastAPI(title=TITLE, redoc_url=None)
     api = Api(hub, models, guard)
     add_routes(app, api)
-    for kind in (RequestValidationError, RequestFailed, UserError, HTTPException, ClientDisconnect, Exception):
+    for kind in (
+        RequestValidationError,
+        RequestFailed,
+        UserError,
+        UnicodeEncodeError,
+        HTTPException,
+        ClientDisconnect,
+        Exception,
+    ):
         app.add_exception_handler(kind, on_error)
     guard.install(app)
     if cors:

@@ -1,6 +1,7 @@
 """Every error in OpenAI's form."""
 
-import msgspec
+import json
+
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -28,11 +29,17 @@ def refused(name: str, way_out: str = "leave it out") -> ApiError:
 
 def error_body(error: HTTPException | RequestFailed) -> bytes:
     status, message = (
-        (error.status, error.message) if isinstance(error, RequestFailed) else (error.status_code, error.detail)
+        getattr(error, "status", None) or error.status_code,
+        getattr(error, "message", None) or error.detail,
     )
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    param, code = getattr(error, "param", None), getattr(error, "code", None)
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    content = {
+        "message": message,
+        "type": kind,
+        "param": getattr(error, "param", None),
+        "code": getattr(error, "code", None),
+    }
+    return json.dumps({"error": content}).encode()  # which takes any string, halves of surrogate pairs too
 
 
 def from_validation(errors: list[dict]) -> ApiError:
@@ -62,6 +69,8 @@ async def on_error(_request: Request, error: Exception) -> Response:
             error = ApiError(error.status, error.message)
         case UserError():
             error = ApiError(400, str(error))
+        case UnicodeEncodeError():
+            error = ApiError(400, "the text is no Unicode: it has half a surrogate pair", code="invalid_value")
         case ApiError():
             pass
         case HTTPException():
