@@ -22,15 +22,15 @@ class SequenceText:
         complete a stop string.
         """
         options, counts = self.started.options, (self.started.prompt_tokens, token.cached_tokens)
+        prompt = zip(self.started.echo_ids, token.prompt_logprobs, strict=False)
+        logprobs = [(self.logprob(id, entry and entry[0]), self.top(entry[1] if entry else [])) for id, entry in prompt]
         if options.only_prompt:
-            return Piece(token.uid, self.text.echo, [], "length", *counts)
+            return Piece(token.uid, self.text.echo, [], "length", *counts, logprobs)
         reason = token.finish_reason and FINISH_REASONS[token.finish_reason]
         by_token = reason == "stop"
         text, stopped = self.text.push(token.token_id, last=by_token)
-        logprobs = []
         if token.logprob is not None and (options.include_stop or not by_token):
-            top = [self.logprob(*rival) for rival in token.top_logprobs]
-            logprobs.append((self.logprob(token.token_id, token.logprob), top))
+            logprobs.append((self.logprob(token.token_id, token.logprob), self.top(token.top_logprobs)))
         if reason and not stopped:
             rest, stopped = self.text.flush()
             text += rest
@@ -39,7 +39,10 @@ class SequenceText:
             text, self.first = self.text.echo + text, False
         return Piece(token.uid, text, [token.token_id], reason, *counts, logprobs, options.thinking)
 
-    def logprob(self, token: int, logprob: float) -> TokenLogprob:
+    def top(self, rivals: list[tuple[int, float]]) -> list[TokenLogprob]:
+        return [self.logprob(*rival) for rival in rivals]
+
+    def logprob(self, token: int, logprob: float | None) -> TokenLogprob:
         data = self.tokenizer.token_bytes(token, skip_special=False)
         shown = not self.started.options.skip_special or bool(self.tokenizer.token_bytes(token)) or not data
         return TokenLogprob(data.decode(errors="replace"), logprob, data, shown)

@@ -86,10 +86,7 @@ async def answer(
     server = Server(uvicorn.Config(app, **quiet), guard)
     freeze_garbage()
     serving = asyncio.ensure_future(server.serve([sock]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if serving.done():
-        serving.result()  # raises why it can't listen
+    sock.listen()  # from here on clients may come, a moment before they are looked at
     host, port = sock.getsockname()[:2]
     print(f"{args.served_model_name[0]} is served at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     await asyncio.wait([serving, *until], return_when=asyncio.FIRST_COMPLETED)

@@ -18,7 +18,8 @@ from stage7_radix.params import RequestParams
 class TextOptions(Struct, frozen=True):
     """How a sequence's tokens become its text. Made by the API server, used by the detokenizer."""
 
-    stop: list[str] = []
+    stop: list[str] = []  # strings
+    min_tokens: int = 0  # before which they are not looked for
     include_stop: bool = False  # what ends a text is part of it: the stop string, or the end token
     skip_special: bool = True  # special tokens are not shown
     continues: bool = False  # the prompt's text goes on: a space in front belongs to it; an answer begins anew
@@ -98,6 +99,7 @@ class Token(Struct, array_like=True):
     cached_tokens: int  # positions of the prompt that came from the prefix cache
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] = []
+    prompt_logprobs: list[tuple[float, list[tuple[int, float]]] | None] = []  # with the first, where asked for
 
 
 class Tokens(Struct, tag=True):

@@ -77,7 +77,7 @@ class Scheduling:
     def token(output: Output) -> Token:
         cached, logprobs = output.req.cached_tokens or 0, output.logprobs or (None, [])
         output.req.logprobs.clear()  # only engine.generate returns what is collected there
-        return Token(output.uid, output.token_id, output.finish_reason, cached, *logprobs)
+        return Token(output.uid, output.token_id, output.finish_reason, cached, *logprobs, output.prompt_logprobs or [])
 
     def stats(self) -> EngineStats:
         stats = self.engine.stats()

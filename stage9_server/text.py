@@ -54,14 +54,16 @@ class TextStream:
         ):  # no beginning: a tokenizer that drops the space in front of one keeps it
             self.decoder.at_start = False
         self.echo = "".join(map(self.decoder.push, echo_ids))
-        special = tokenizer.special_tokens
+        self.tokens, special = 0, tokenizer.special_tokens
         self.named = any(text in string for string in options.stop for text in special.values())
         self.special: dict[int, str] = special if self.named else {}  # token -> its text, where that is searched
         self.visible: list[bool] = []  # which of the characters that are held back may be shown
 
     def push(self, token: int, last: bool = False) -> tuple[str, bool]:
         """(text to show, is a stop string complete?). last: this token ends the text by what it is."""
-        hide = last and not self.options.include_stop
+        hide, self.tokens = last and not self.options.include_stop, self.tokens + 1
+        if self.tokens < self.options.min_tokens:
+            return self.decoder.push(token), False
         hidden = self.special.get(token, "")
         if hidden and (hide or self.options.skip_special):  # no character goes on behind it
             return self.search(self.decoder.flush(), hidden)

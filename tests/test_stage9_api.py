@@ -13,6 +13,7 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion, completion_create_params
@@ -289,6 +290,66 @@ def test_echo(complete):
     )
 
 
+def test_echo_with_logprobs_of_the_prompt(complete, text_checkpoint):
+    """As lm-eval asks for them; also of a prompt that is in the prefix cache already."""
+    prompt = "a prompt long enough for several pages of the cache, " * 2
+    ids = [0, *text_ids(prompt)]
+    with torch.inference_mode():
+        expected = text_checkpoint.hf(torch.tensor([ids])).logits[0].log_softmax(-1)
+    complete(prompt)
+    for fields in ({"max_tokens": 0}, {"max_tokens": 3}, {"max_tokens": 3, "stream": True}, {"max_tokens": 0, "n": 2}):
+        answer = complete(prompt, echo=True, logprobs=1, **fields)
+        chunks = list(answer) if "stream" in fields else [answer]
+        for index in range(fields.get("n", 1)):
+            choices = [c for chunk in chunks for c in chunk.choices if c.index == index]
+            found = {name: [entry for c in choices if c.logprobs for entry in getattr(c.logprobs, name)]
+                     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}  # fmt: skip
+            text = "".join(choice.text for choice in choices)
+            assert text.startswith(prompt) and (text == prompt) == (fields["max_tokens"] == 0)
+            assert len(found["tokens"]) == len(ids) + fields["max_tokens"]
+            assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+            for at in range(1, len(ids)):
+                assert abs(found["token_logprobs"][at] - expected[at - 1, ids[at]].item()) < 1e-3
+                assert max(found["top_logprobs"][at].values()) == pytest.approx(expected[at - 1].max().item(), abs=1e-3)
+                assert text[found["text_offset"][at]] == found["tokens"][at]
+        if "stream" not in fields:
+            assert answer.usage.completion_tokens == fields["max_tokens"] * fields.get("n", 1)
+            assert {choice.finish_reason for choice in answer.choices} == {"length"}
+
+
+def test_min_tokens(complete):
+    end = {"logit_bias": {"1": 100}, "temperature": 1, "seed": 1}
+    assert complete(**end).usage.completion_tokens == 1
+    assert complete(**end, extra_body={"min_tokens": 5}).usage.completion_tokens == 6
+    (a,) = text_ids("a")
+    only = {"logit_bias": {str(a): 100}, "stop": "aa"}
+    assert complete(**only).choices[0].text == ""
+    answer = complete(**only, extra_body={"min_tokens": 5})
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("aaaa", "stop")
+
+
+def test_what_ends_a_text_may_be_part_of_it(complete):
+    (a,) = text_ids("a")
+    for name in ("include_stop_str_in_output", "no_stop_trim"):
+        only = {"logit_bias": {str(a): 100}, "stop": "aa", "extra_body": {name: True}}
+        assert complete(**only).choices[0].text == "aa"
+        assert "".join(c.text for chunk in complete(stream=True, **only) for c in chunk.choices) == "aa"
+    end = {"logit_bias": {"1": 100}}
+    shown = {"skip_special_tokens": False}
+    assert complete(**end, extra_body=shown).choices[0].text == ""
+    assert complete(**end, extra_body=shown | {"include_stop_str_in_output": True}).choices[0].text == "</s>"
+    assert complete(**end, max_tokens=2, extra_body=shown | {"ignore_eos": True}).choices[0].text == "</s></s>"
+    assert complete(**end, max_tokens=2, extra_body={"ignore_eos": True}).choices[0].text == ""
+
+
+def test_usage_in_every_chunk(chat):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(chat(stream=True, stream_options=options, extra_body={"ignore_eos": True}))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 8 and counts[0] >= 1
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[0].usage.prompt_tokens}
+
+
 def test_logprobs_of_a_chat(chat):
     answer = chat(logprobs=True, top_logprobs=3, max_tokens=20)
     entries = answer.choices[0].logprobs.content
@@ -479,7 +540,7 @@ BAD = {
     "too many top_logprobs": (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     "logprobs of a chat is a number": (CHAT, {"logprobs": 2}, "logprobs"),
     "logprobs of a text is true": (TEXT, {"logprobs": True}, "logprobs"),
-    "echo with logprobs": (TEXT, {"echo": True, "logprobs": 1}, "echo"),
+    "max_tokens of 0 without echo": (TEXT, {"max_tokens": 0, "logprobs": 1}, "max_tokens"),
     "stream is text": (CHAT, {"stream": "yes"}, "stream"),
     "stream_options without stream": (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
     "ids without a list": ("/detokenize", {"tokens": 5}, "tokens"),
@@ -489,7 +550,7 @@ BAD = {
     # of OpenAI's fields
     "tools": (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     "tool_choice": (CHAT, {"tool_choice": "required"}, "tool_choice"),
-    "min_tokens": (CHAT, {"min_tokens": 2}, "min_tokens"),
+    "min_tokens": (CHAT, {"min_tokens": 20, "max_tokens": 10}, None),
     "a grammar": (TEXT, {"guided_regex": "a+"}, "guided_regex"),
     "beam search": (TEXT, {"use_beam_search": True}, "use_beam_search"),
     "functions": (CHAT, {"functions": [{}]}, "functions"),

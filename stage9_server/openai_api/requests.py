@@ -6,12 +6,13 @@ logged (`unknown`). null always means "not given".
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from stage2_req.params import MAX_LOGPROBS
+from stage2_req.params import MAX_COUNT, MAX_LOGPROBS
 from stage7_radix.params import RequestParams
 from stage9_server.messages import TextOptions, Tokenize
 from stage9_server.openai_api.errors import ApiError, refused
@@ -50,7 +51,6 @@ NEUTRAL = {  # of both endpoints
     "verbosity": ("medium",),
     "web_search_options": (),
     "suffix": ("",),
-    "min_tokens": (0,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "early_stopping": (False,),
@@ -265,6 +265,7 @@ class Sampling(BaseModel):
     best_of: int | None = None
     stop: Stop = []
     stop_token_ids: StopIds = []
+    min_tokens: int = Field(0, ge=0, lt=2**31)
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False  # SGLang's name for it
     skip_special_tokens: bool = True
@@ -297,7 +298,13 @@ class Sampling(BaseModel):
 
     def num_logprobs(self, max_len: int) -> int:
         """Log-probabilities in the answer, at the most. max_len: what the engine has room for."""
-        return self.num_sequences * min(self.most_tokens or max_len, max_len) * self.logprobs_per_token
+        tokens = max_len if self.of_prompt or not self.most_tokens else min(self.most_tokens, max_len)
+        return self.num_sequences * tokens * self.logprobs_per_token
+
+    @property
+    def of_prompt(self) -> bool:
+        """Has the answer log-probabilities of the prompt, too?"""
+        return False
 
     @property
     def logprobs_per_token(self) -> int:
@@ -316,6 +323,8 @@ class Sampling(BaseModel):
             frequency_penalty=self.frequency_penalty,
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
             logprobs=self.num_likeliest,
+            max_tokens=self.most_tokens or MAX_COUNT,
+            min_tokens=self.min_tokens,
             stop_token_ids=frozenset(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             cache_salt=self.cache_salt,
@@ -323,7 +332,7 @@ class Sampling(BaseModel):
 
     def options(self, **more) -> TextOptions:
         include_stop = self.include_stop_str_in_output or self.no_stop_trim
-        return TextOptions(self.stop, include_stop, self.skip_special_tokens, **more)
+        return TextOptions(self.stop, self.min_tokens, include_stop, self.skip_special_tokens, **more)
 
 
 class ChatRequest(Sampling):
@@ -377,7 +386,8 @@ class CompletionRequest(Sampling):
 
     def calls(self, uids: list[int], max_len: int) -> list[Tokenize]:
         """uids: n for each prompt."""
-        params, options = self.params(), self.options(continues=True, echo=self.echo, only_prompt=self.max_tokens == 0)
+        params = replace(self.params(), prompt_logprobs=self.logprobs if self.echo else None)
+        options = self.options(continues=True, echo=self.echo, only_prompt=self.max_tokens == 0)
         return [
             Tokenize(
                 uids[i * self.n : (i + 1) * self.n],
@@ -401,6 +411,10 @@ class CompletionRequest(Sampling):
         return self.max_tokens
 
     @property
+    def of_prompt(self) -> bool:
+        return self.echo
+
+    @property
     def num_likeliest(self) -> int | None:
         return self.logprobs
 
@@ -408,8 +422,6 @@ class CompletionRequest(Sampling):
     def check_pairs(self):
         if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError("max_tokens", "max_tokens of 0 needs echo to be true")
-        if self.echo and self.logprobs is not None:
-            raise refused("echo", "echo with logprobs: the prompt has none")
         if self.num_sequences > MAX_SEQUENCES:
             raise PydanticCustomError("n", f"prompts times n must be at most {MAX_SEQUENCES}; split the call")
         return self
