@@ -1,12 +1,14 @@
 """The flags of the server, and what users of SGLang and vLLM type in their place."""
 
 import argparse
+import asyncio
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import zmq
@@ -138,3 +140,20 @@ def private_folder() -> Iterator[str]:
         raise UserError(f"no sockets in {folder}: {error}; set TMPDIR to a shorter path") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def stop_signal(kill: Callable[[], None], folder: str) -> asyncio.Event:
+    """Set by the first signal that asks the server to end. The second ends it at once."""
+    asked = asyncio.Event()
+
+    def on_signal() -> None:
+        if asked.is_set():
+            kill()
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(130)
+        asked.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return asked

@@ -14,8 +14,9 @@ class SequenceText:
     """One sequence that is being answered."""
 
     def __init__(self, started: Started, tokenizer):
-        self.started, self.tokenizer, self.first = started, tokenizer, True
+        self.started, self.tokenizer = started, tokenizer
         self.text = TextStream(tokenizer, started.options, started.echo_ids)
+        self.echo, self.queue_seconds = self.text.echo, started.queue_seconds  # to be sent with the first piece
 
     def push(self, token: Token) -> Piece:
         """A token that ends the sequence by what it is (eos) is counted, and shown only where that is asked for. It may
@@ -35,9 +36,10 @@ class SequenceText:
             rest, stopped = self.text.flush()
             text += rest
         reason = "stop" if stopped else reason
-        if self.first:
-            text, self.first = self.text.echo + text, False
-        return Piece(token.uid, text, [token.token_id], reason, *counts, logprobs, options.thinking)
+        first = self.echo, self.queue_seconds
+        self.echo, self.queue_seconds = "", None
+        text, ids = first[0] + text, [token.token_id]
+        return Piece(token.uid, text, ids, reason, *counts, logprobs, options.thinking, first[1])
 
     def top(self, rivals: list[tuple[int, float]]) -> list[TokenLogprob]:
         return [self.logprob(*rival) for rival in rivals]

@@ -71,9 +71,8 @@ class Worker:
     def __init__(self, settings: Settings):
         self.settings, self.context, self.parent = settings, zmq.Context(), os.getppid()
         self.inbox = pull_socket(self.context, settings.folder, settings.name)
-        self.outboxes = {
-            name: push_socket(self.context, settings.folder, name) for name in (API, SCHEDULER, DETOKENIZER)
-        }
+        names = (API, SCHEDULER, DETOKENIZER)
+        self.outboxes = {name: push_socket(self.context, settings.folder, name) for name in names}
 
     def send(self, to: str, message: Message) -> None:
         send(self.outboxes[to], message)

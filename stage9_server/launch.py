@@ -6,9 +6,6 @@ removes all traces in the end. With a guard (guard/) it also restarts those that
 
 import argparse
 import asyncio
-import os
-import shutil
-import signal
 import socket
 import sys
 
@@ -16,7 +13,7 @@ import uvicorn
 import uvloop
 
 from common import cli
-from stage9_server.cli import listener, parse, private_folder
+from stage9_server.cli import listener, parse, private_folder, stop_signal
 from stage9_server.guard.connections import Server
 from stage9_server.guard.guard import Guard, NoGuard, make_guard
 from stage9_server.hub import Hub
@@ -44,19 +41,8 @@ async def serve(args: argparse.Namespace, folder: str, sock: socket.socket) -> N
     """Until a signal comes, or a worker can't be kept alive."""
     guard = make_guard(args, sock)
     hub = guard.hub(folder, args.tokenizers)
-    workers, asked = guard.workers(hub, folder, cli.config(args), args.max_queue), asyncio.Event()
-
-    def on_signal() -> None:
-        if asked.is_set():  # for the second time
-            workers.kill()
-            shutil.rmtree(folder, ignore_errors=True)
-            os._exit(130)
-        asked.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-            asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    stop = asyncio.ensure_future(asked.wait())
+    workers = guard.workers(hub, folder, cli.config(args), args.max_queue)
+    stop = asyncio.ensure_future(stop_signal(workers.kill, folder).wait())
     tasks = [stop, asyncio.ensure_future(hub.run()), asyncio.ensure_future(workers.run())]
     lines = asyncio.ensure_future(throughput_lines(hub))
     try:
@@ -76,9 +62,7 @@ async def serve(args: argparse.Namespace, folder: str, sock: socket.socket) -> N
         hub.close()
 
 
-async def answer(
-    args: argparse.Namespace, hub: Hub, guard: Guard | NoGuard, sock: socket.socket, until: list[asyncio.Future]
-) -> None:
+async def answer(args, hub: Hub, guard: Guard | NoGuard, sock: socket.socket, until: list[asyncio.Future]) -> None:
     """Serve the API until one of the tasks is done; then answer what is open, within limits."""
     app = create_app(hub, args.served_model_name, guard, tuple(args.cors_origin))
     quiet = {"lifespan": "off", "ws": "none", "access_log": False, "log_level": "warning", "log_config": None}

@@ -88,6 +88,7 @@ class Started(Struct):
     prompt_tokens: int
     options: TextOptions = TextOptions()
     echo_ids: list[int] = []  # the prompt, if it is part of the answer
+    queue_seconds: float | None = None  # from its arrival at the engine to its admission
 
 
 class Token(Struct, array_like=True):
@@ -127,6 +128,7 @@ class Piece(Struct, array_like=True):
     cached_tokens: int
     logprobs: list[tuple[TokenLogprob, list[TokenLogprob]]] = []  # the chosen token, and the likeliest ones
     thinking: bool | None = None  # TextOptions.thinking
+    queue_seconds: float | None = None  # with the first
 
 
 class Pieces(Struct, tag=True):
@@ -182,6 +184,7 @@ def joined(pieces: list[Piece]) -> Piece:
         text="".join(piece.text for piece in pieces),
         token_ids=[token for piece in pieces for token in piece.token_ids],
         logprobs=[entry for piece in pieces for entry in piece.logprobs],
+        queue_seconds=pieces[0].queue_seconds,
     )
 
 

@@ -64,13 +64,15 @@ class Scheduling:
         return []
 
     def step(self) -> Tokens:
-        tokens, started = [self.token(output) for output in self.engine.step()], []
-        for token in tokens:
-            if first := self.live[token.uid]:
+        tokens, started = [], []
+        for output in self.engine.step():
+            tokens.append(self.token(output))
+            if first := self.live[output.uid]:
+                first.queue_seconds = output.req.admitted_at - output.req.arrived_at
                 started.append(first)
-                self.live[token.uid] = None
-            if token.finish_reason:
-                del self.live[token.uid]
+            self.live[output.uid] = None
+            if output.finish_reason:
+                del self.live[output.uid]
         return Tokens(tokens, started)
 
     @staticmethod

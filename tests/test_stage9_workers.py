@@ -239,7 +239,9 @@ def test_sequences_of_a_call(scheduling):
     first = scheduling.step()
     while not first.tokens:
         first = scheduling.step()
-    assert first.started == [Started(uid, 3, OPTIONS, [5, 6, 7]) for uid in (11, 12)]
+    assert all(0 <= started.queue_seconds < 60 for started in first.started)
+    told = [Started(started.uid, started.prompt_tokens, started.options, started.echo_ids) for started in first.started]
+    assert told == [Started(uid, 3, OPTIONS, [5, 6, 7]) for uid in (11, 12)]
     tokens = finish(scheduling, first)
     assert [t.token_id for t in tokens[11]] == [t.token_id for t in tokens[12]]
     assert [t.finish_reason for t in tokens[11]] == [None, None, None, "max_tokens"]

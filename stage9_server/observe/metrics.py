@@ -136,6 +136,8 @@ class Watch:
         metrics, now = self.metrics, time.perf_counter()
         for piece in pieces:
             self.last[piece.uid] = piece
+            if piece.queue_seconds is not None:
+                metrics.queue.observe(piece.queue_seconds)
             if new := len(piece.token_ids):
                 metrics.output_tokens += new
                 self.output_tokens += new
