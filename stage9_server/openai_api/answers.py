@@ -15,11 +15,11 @@ from stage9_server.openai_api.requests import ChatRequest, Sampling
 
 MAX_TEXTS = 1024  # pieces of an answer; a string of four letters takes the memory of fifty
 DONE = b"data: [DONE]\n\n"
-SSE_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 encode = msgspec.json.Encoder().encode
 
 
@@ -74,7 +74,7 @@ class Answer:
         self.started_at = time.time()
         self.head = {"id": self.id, "object": self.whole_name, "created": int(self.started_at), "model": ask.model}
         self.chunk_head = b"data: " + encode(self.head | {"object": self.chunk_name})[:-1] + b',"choices":['
-        self.chunk_tail = b'],"usage":null}\n\n' if ask.usage.include_usage else b"]}\n\n"
+        self.chunk_tail = b'],"usage":null}\n\n' if ask.stream_options.include_usage else b"]}\n\n"
         self.num_open = len(uids)
 
     def add(self, pieces: list[Piece]) -> None:
@@ -98,12 +98,12 @@ class Answer:
 
     def tail(self) -> bytes:
         """Behind the choices of a chunk."""
-        if self.ask.usage.continuous_usage_stats:
+        if self.ask.stream_options.continuous_usage_stats:
             return b'],"usage":' + encode(self.usage()) + b"}\n\n"
         return self.chunk_tail
 
     def ending(self) -> bytes:
-        if not self.ask.usage.include_usage:
+        if not self.ask.stream_options.include_usage:
             return DONE
         chunk = self.head | {"object": self.chunk_name, "choices": [], "usage": self.usage()}
         return b"data: " + encode(chunk) + b"\n\n" + DONE

@@ -6,7 +6,6 @@ logged (`unknown`). null always means "not given".
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -277,19 +276,15 @@ class Sampling(BaseModel):
     ignore_eos: bool = False
     cache_salt: str = Field("", max_length=256)
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
 
     @model_validator(mode="after")
     def check_sampling(self):
-        if self.stream_options and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options needs stream to be true")
         if self.best_of not in (None, self.n):
             raise refused("best_of", "leave it out, or give the value of n")
         return self
-
-    @property
-    def usage(self) -> StreamOptions:
-        return self.stream_options or StreamOptions()
 
     @property
     def unknown(self) -> list[str]:
@@ -311,7 +306,7 @@ class Sampling(BaseModel):
         """The chosen token's and those of the likeliest ones."""
         return 0 if self.num_likeliest is None else 1 + self.num_likeliest
 
-    def params(self) -> RequestParams:
+    def params(self, **more) -> RequestParams:
         return RequestParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -328,6 +323,7 @@ class Sampling(BaseModel):
             stop_token_ids=frozenset(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             cache_salt=self.cache_salt,
+            **more,
         )
 
     def options(self, **more) -> TextOptions:
@@ -386,7 +382,7 @@ class CompletionRequest(Sampling):
 
     def calls(self, uids: list[int], max_len: int) -> list[Tokenize]:
         """uids: n for each prompt."""
-        params = replace(self.params(), prompt_logprobs=self.logprobs if self.echo else None)
+        params = self.params(prompt_logprobs=self.logprobs if self.echo else None)
         options = self.options(continues=True, echo=self.echo, only_prompt=self.max_tokens == 0)
         return [
             Tokenize(
