@@ -81,14 +81,18 @@ def tidied(neutral: dict[str, tuple], ignored: frozenset[str] = frozenset()) -> 
     def tidy(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        for name, values in neutral.items():
-            if (value := fields.get(name)) is not None and value not in values:
+        known, given, unknown = cls.model_fields, {}, []
+        for name, value in fields.items():
+            if value is None:
+                continue
+            if name in known:
+                given[name] = value
+            elif name not in neutral and name not in ignored:
+                unknown.append(name[:MAX_NAME])
+            elif name in neutral and value not in neutral[name]:
                 raise refused(name)
-        known = {*cls.model_fields, *neutral, *ignored}
-        unknown = [name[:MAX_NAME] for name, value in fields.items() if name not in known and value is not None]
         if len(unknown) > MAX_UNKNOWN:
             raise ApiError(400, f"{unknown[0]} and {len(unknown) - 1} others are no known parameters", unknown[0])
-        given = {name: fields[name] for name in cls.model_fields if fields.get(name) is not None}
         return given | dict.fromkeys(unknown)
 
     return model_validator(mode="before")(classmethod(tidy))
