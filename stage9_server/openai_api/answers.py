@@ -6,6 +6,7 @@ import asyncio
 import codecs
 import time
 from collections.abc import Iterator
+from functools import cached_property
 
 import msgspec
 
@@ -73,9 +74,12 @@ class Answer:
         self.choices = {uid: Choice(index) for index, uid in enumerate(uids)}
         self.started_at = time.time()
         self.head = {"id": self.id, "object": self.whole_name, "created": int(self.started_at), "model": ask.model}
-        self.chunk_head = b"data: " + encode(self.head | {"object": self.chunk_name})[:-1] + b',"choices":['
         self.chunk_tail = b'],"usage":null}\n\n' if ask.stream_options.include_usage else b"]}\n\n"
         self.num_open = len(uids)
+
+    @cached_property
+    def chunk_head(self) -> bytes:
+        return b"data: " + encode(self.head | {"object": self.chunk_name})[:-1] + b',"choices":['
 
     def add(self, pieces: list[Piece]) -> None:
         """For `whole`."""
@@ -85,12 +89,12 @@ class Answer:
 
     def events(self, pieces: list[Piece]) -> bytes:
         """Server-sent events of what these bring, and behind the last piece of all the end of the stream."""
-        out: list[bytes] = []
+        out, head = [], self.chunk_head
         for piece in pieces:
             choice = self.choices[piece.uid]
             choice.count(piece)
             for content in self.contents(choice, piece):
-                out += (self.chunk_head, content, self.tail())
+                out += (head, content, self.tail())
             self.num_open -= piece.finish_reason is not None
         if not self.num_open:
             out.append(self.ending())

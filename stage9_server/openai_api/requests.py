@@ -322,7 +322,7 @@ class Sampling(BaseModel):
             frequency_penalty=self.frequency_penalty,
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
             logprobs=self.num_likeliest,
-            max_tokens=self.most_tokens or MAX_COUNT,
+            max_tokens=MAX_COUNT if self.most_tokens is None else max(1, self.most_tokens),
             min_tokens=self.min_tokens,
             stop_token_ids=frozenset(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
