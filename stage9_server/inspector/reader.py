@@ -56,7 +56,9 @@ class State:
 
 def unrun(flat: Sequence[int]) -> list[int]:
     """What `runs` took apart."""
-    return [number for first, count in zip(flat[::2], flat[1::2], strict=True) for number in range(first, first + count)]
+    return [
+        number for first, count in zip(flat[::2], flat[1::2], strict=True) for number in range(first, first + count)
+    ]
 
 
 def parse(data: bytes) -> tuple[dict, list[dict]]:

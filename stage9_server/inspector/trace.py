@@ -353,6 +353,7 @@ class Trace:
             "num_pages": num_pages,
             "budget": getattr(engine.scheduler, "budget", None),
             "device": engine.device.type,
+            "device_name": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU",
             "parts": {name: type(part).__name__ for name, part in parts.items()},
             "text": self.text is not None,
         }
