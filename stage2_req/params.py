@@ -23,9 +23,11 @@ NUMBERS = {  # field -> (kind, lowest, highest)
     "presence_penalty": (float, -2, 2),
     "frequency_penalty": (float, -2, 2),
     "logprobs": (int, 0, MAX_LOGPROBS),
+    "prompt_logprobs": (int, 0, MAX_LOGPROBS),
     "max_tokens": (int, 1, MAX_COUNT),
+    "min_tokens": (int, 0, MAX_COUNT),
 }
-OPTIONAL, POSITIVE = ("seed", "logprobs"), ("repetition_penalty",)
+OPTIONAL, POSITIVE = ("seed", "logprobs", "prompt_logprobs"), ("repetition_penalty",)
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # subtracted once for every time that it is there
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # log-probabilities of the chosen token and of this many likeliest ones
+    prompt_logprobs: int | None = None  # the same of every token of the prompt but the first
     stop_token_ids: frozenset[int] = frozenset()
     max_tokens: int = 16
+    min_tokens: int = 0  # no eos and no stop token before so many
     ignore_eos: bool = False
 
     def __post_init__(self):
@@ -58,6 +62,8 @@ class SamplingParams:
                 check_range(name, value, low, high, open_low=name in POSITIVE)
             if type(value) is not kind:
                 object.__setattr__(self, name, kind(value))
+        if self.min_tokens > self.max_tokens:
+            raise UserError(f"min_tokens is {self.min_tokens}; max_tokens allows no more than {self.max_tokens}")
         if not isinstance(self.logit_bias, Mapping):
             raise UserError(f"logit_bias is {self.logit_bias!r:.80}; it must be a mapping of token ids to numbers")
         for token, bias in self.logit_bias.items():
@@ -80,7 +86,7 @@ class SamplingParams:
     def adjusts(self) -> bool:
         """Are single logits changed?"""
         penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
-        return any(penalties) or bool(self.logit_bias)
+        return any(penalties) or bool(self.logit_bias) or self.min_tokens > 0
 
     @cached_property
     def plain(self) -> bool:

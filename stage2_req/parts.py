@@ -59,8 +59,14 @@ class Scheduler(Protocol):
     def schedule(self) -> Batch | None:
         """The next step, its memory allocated; or None if there is nothing to compute."""
 
-    def update(self, batch: Batch, tokens: list[int], logprobs: list[Logprobs] | None) -> list[Output]:
-        """Append what a step sampled for its S requests; returns an Output for every token."""
+    def update(
+        self,
+        batch: Batch,
+        tokens: list[int],
+        logprobs: list[Logprobs] | None,
+        prompt_logprobs: list[Logprobs] | None,
+    ) -> list[Output]:
+        """Append what a step sampled for its S requests; returns an Output for every token. prompt_logprobs: [P]."""
 
     def stats(self) -> SchedulerStats: ...
 

@@ -57,8 +57,9 @@ class Req:
         self.cached_tokens: int | None = None  # of the prompt: in the cache already when it was first admitted
         self.finish_reason: str | None = None  # eos | stop_token | max_tokens | length | abort
         self.logprobs: list[Logprobs] = []
+        self.prompt_logprobs: list[Logprobs | None] = [None]  # as far as known; of the first token there is none
         self.arrived_at = time.perf_counter()
-        self.first_token_at = self.finished_at = 0.0
+        self.admitted_at = self.first_token_at = self.finished_at = 0.0
 
     @property
     def extend_len(self) -> int:
@@ -139,7 +140,7 @@ class ForwardBatch(Generic[Metadata]):
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] integers
-    last_indices: Tensor | None  # [S] the tokens whose logits are sampled; None: all of them
+    last_indices: Tensor | None  # [S + P] the tokens whose logits are sampled, then those that are scored; None: all
     metadata: Metadata  # what the attention derived from the batch
 
 
@@ -149,14 +150,18 @@ class Samples:
 
     tokens: Tensor  # [S] int64
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None  # chosen [S], top values [S, k], top ids [S, k]
+    prompt_logprobs: tuple[Tensor, Tensor, Tensor] | None = None  # the same of the P prompt tokens that were scored
 
-    def to_host(self) -> tuple[list[int], list[Logprobs] | None]:
-        """Waits for the device."""
-        if self.logprobs is None:
-            return self.tokens.tolist(), None
-        columns = zip(*(t.tolist() for t in self.logprobs), strict=True)
-        logprobs = [Logprobs(chosen, list(zip(ids, top, strict=True))) for chosen, top, ids in columns]
-        return self.tokens.tolist(), logprobs
+    def to_host(self) -> tuple[list[int], list[Logprobs] | None, list[Logprobs] | None]:
+        """tokens, logprobs and prompt_logprobs. Waits for the device."""
+        return self.tokens.tolist(), entries(self.logprobs), entries(self.prompt_logprobs)
+
+
+def entries(logprobs: tuple[Tensor, Tensor, Tensor] | None) -> list[Logprobs] | None:
+    if logprobs is None:
+        return None
+    columns = zip(*(t.tolist() for t in logprobs), strict=True)
+    return [Logprobs(chosen, list(zip(ids, top, strict=True))) for chosen, top, ids in columns]
 
 
 class Output(NamedTuple):
@@ -166,6 +171,7 @@ class Output(NamedTuple):
     token_id: int
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None  # with the first token, where asked for
 
     @property
     def uid(self) -> int:

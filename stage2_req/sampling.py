@@ -28,7 +28,8 @@ class GumbelSampler:
         if all(p.plain for p in params):
             return Samples(self.pick(logits, reqs))
         tokens = self.pick(filtered(adjusted(logits, reqs), params), reqs)
-        return Samples(tokens, top_logprobs(logits, tokens, params))
+        most = max((p.logprobs for p in params if p.logprobs is not None), default=None)
+        return Samples(tokens, None if most is None else top_logprobs(logits, tokens, most))
 
     def pick(self, logits: Tensor, reqs: Sequence[Req]) -> Tensor:
         """Tokens [S]: the likeliest, or a draw. If no request wants a draw, it is a single argmax."""
@@ -47,7 +48,7 @@ class GumbelSampler:
 
 
 def adjusted(logits: Tensor, reqs: Sequence[Req]) -> Tensor:
-    """[S, V] after penalties and biases; repetition first, as in Hugging Face, then OpenAI's two, then the bias."""
+    """[S, V] after penalties and biases; repetition first, as in Hugging Face, then OpenAI's two, then the bias; no end before min_tokens."""
     if not any(req.params.adjusts for req in reqs):
         return logits
     logits = logits.float().clone()
@@ -64,6 +65,8 @@ def adjusted(logits: Tensor, reqs: Sequence[Req]) -> Tensor:
         if delta:
             values = upload(np.fromiter(delta.values(), np.float32, len(delta)), row.device)
             row.index_add_(0, upload(np.fromiter(delta, np.int64, len(delta)), row.device), values)
+        if req.device_len - req.prompt_len < p.min_tokens and req.stop_ids:
+            row[upload(np.fromiter(req.stop_ids, np.int64), row.device)] = -math.inf
     return logits
 
 
@@ -97,11 +100,8 @@ def keep_likeliest(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     return torch.full_like(logits, -math.inf).scatter_(-1, order, ordered.masked_fill(~keep, -math.inf))
 
 
-def top_logprobs(logits: Tensor, tokens: Tensor, params: list[SamplingParams]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Log-probabilities of the chosen tokens [S] and of the likeliest, as many as any request wants; None: no request does."""
-    most = max((p.logprobs for p in params if p.logprobs is not None), default=None)
-    if most is None:
-        return None
+def top_logprobs(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [S, V] -> log-probabilities of the tokens [S], and of the `most` likeliest with their ids, [S, most] each."""
     logprobs = logits.float().log_softmax(-1)
     values, ids = logprobs.topk(min(most, logits.shape[1]), -1)
     return logprobs.gather(-1, tokens[:, None])[:, 0], values, ids

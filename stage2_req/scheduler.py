@@ -5,6 +5,7 @@ from collections import deque
 
 from common.config import UserError
 from stage2_req.parts import CacheManager, SchedulerStats
+from stage2_req.prompt_logprobs import book
 from stage2_req.req import Batch, Logprobs, Output, Req
 
 
@@ -36,25 +37,35 @@ class FCFSScheduler:
 
     def schedule(self) -> Batch | None:
         if not self.running and self.waiting and self.cache.admit(self.waiting[0]):
-            self.running.append(self.waiting.popleft())
+            self.running.append(req := self.waiting.popleft())
+            req.admitted_at = time.perf_counter()
         picks = [(req, req.extend_len) for req in self.running if req.extend_len]
         return Batch.build(picks, self.cache.allocate(picks))
 
-    def update(self, batch: Batch, tokens: list[int], logprobs: list[Logprobs] | None = None) -> list[Output]:
+    def update(
+        self,
+        batch: Batch,
+        tokens: list[int],
+        logprobs: list[Logprobs] | None = None,
+        prompt_logprobs: list[Logprobs] | None = None,
+    ) -> list[Output]:
         """Append what the step sampled for its S requests and end those that are done."""
         now, outputs = time.perf_counter(), []
+        if prompt_logprobs is not None:
+            book(batch, prompt_logprobs)
         for i, (req, token) in enumerate(zip(batch.sampled, tokens, strict=True)):
             if req.finish_reason:  # it ended while this step was under way
                 continue
+            is_first, entry = not req.first_token_at, None
             req.first_token_at = req.first_token_at or now
             req.token_ids.append(token)
-            entry = None
             if logprobs is not None and (wanted := req.params.logprobs) is not None:
                 entry = Logprobs(logprobs[i].chosen, logprobs[i].top[:wanted])
                 req.logprobs.append(entry)
             if reason := req.reason_to_stop(token):
                 self.finish(req, reason)
-            outputs.append(Output(req, token, reason, entry))
+            prompt = req.prompt_logprobs if is_first and req.params.prompt_logprobs is not None else None
+            outputs.append(Output(req, token, reason, entry, prompt))
         return outputs
 
     def finish(self, req: Req, reason: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stage2_req.prompt_logprobs import spans
 from stage2_req.req import Batch, ForwardBatch, Samples, pin
 from stage2_req.runner import ModelRunner
 from stage2_req.sampling import inv_temperatures, noise_keys
@@ -121,7 +122,7 @@ class MixedGraphs:
     def fit(self, batch: Batch) -> bool:
         chunks = len(batch.reqs) - batch.num_decodes
         tokens_fit = bool(self.sizes) and batch.num_tokens <= self.sizes[-1]
-        return tokens_fit and batch.num_decodes <= self.rooms[-1] and chunks <= MAX_CHUNKS
+        return tokens_fit and not spans(batch) and batch.num_decodes <= self.rooms[-1] and chunks <= MAX_CHUNKS
 
     def forward(self, batch: Batch) -> HostSamples:
         size = self.sizes[bisect_left(self.sizes, batch.num_tokens)]

@@ -6,6 +6,7 @@ end that cannot be foreseen (eos, abort): the stray token of the step under way 
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -45,14 +46,15 @@ class HostSamples(Samples):
 
     @classmethod
     def copy(cls, samples: Samples) -> "HostSamples":
-        tensors = (samples.tokens, *(samples.logprobs or ()))
         # PyTorch makes the target of such a copy pinned, so that the device writes it without the host's help
-        tokens, *logprobs = (tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors)
+        on_host = partial(Tensor.to, device="cpu", non_blocking=True, copy=True)
+        logprobs = (t and tuple(map(on_host, t)) for t in (samples.logprobs, samples.prompt_logprobs))
+        copies = (on_host(samples.tokens), *logprobs)
         copied = None
         if samples.tokens.is_cuda:
             copied = torch.cuda.Event()
             copied.record()
-        return cls(tokens, tuple(logprobs) or None, copied)
+        return cls(*copies, copied)
 
     def to_host(self):
         """Waits for this step only, not for what was enqueued after it."""
@@ -68,12 +70,9 @@ class FutureRunner(ModelRunner):
         super().__init__(model, attention, sampler)
         self.futures = FutureMap(max_running, self.device)
 
-    def forward(self, batch: Batch) -> HostSamples:
-        return self.sample(self.compute(self.prepare(batch)), batch)
-
     def sample(self, hidden: Tensor, batch: Batch) -> HostSamples:
-        """hidden [S, hidden_size] -> a token for each request in batch.sampled."""
-        samples = self.sampler(self.model.head(hidden), batch.sampled)
+        """What `compute` returns -> a token for each request in batch.sampled, on its way to the host."""
+        samples = super().sample(hidden, batch)
         self.futures.store(upload(batch.table_idx[batch.sample_mask], self.device), samples.tokens)
         return HostSamples.copy(samples)
 

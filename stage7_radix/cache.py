@@ -41,7 +41,7 @@ class RadixCacheManager(PagedCacheManager):
         # not help, for an unlocked page counts as available now, and no longer once this request uses it.
         if not self.has_room(pages - self.tree.num_locked):
             return False
-        node, found = self.tree.match_prefix(req.token_ids[: req.device_len - 1], salt(req))
+        node, found = self.tree.match_prefix(shareable(req), salt(req))
         self.tree.lock(node)  # before the look for room: what the request is going to use can't be evicted for it
         if not self.has_room(pages - len(found)):
             self.tree.unlock(node)
@@ -58,7 +58,7 @@ class RadixCacheManager(PagedCacheManager):
 
     def known_len(self, req: Req) -> int:
         """Positions that a waiting request would find in the tree now."""
-        return self.tree.match_len(req.token_ids[: req.device_len - 1], salt(req))
+        return self.tree.match_len(shareable(req), salt(req))
 
     def set_pages(self, row: int, first: int, pages: np.ndarray) -> None:
         """Write pages into a row of the table, from column `first` on."""
@@ -125,6 +125,13 @@ class RadixCacheManager(PagedCacheManager):
             assert np.array_equal(self.page_table.host[row, : len(pages)], pages), (
                 "a row's shared pages are not the tree's"
             )
+
+
+def shareable(req: Req) -> list[int]:
+    """The tokens whose positions need not be computed where others have: not the newest one, and of a prompt that is to be
+    scored only what is."""
+    end = req.device_len - 1
+    return req.token_ids[: end if req.params.prompt_logprobs is None else min(end, len(req.prompt_logprobs) - 1)]
 
 
 def salt(req: Req) -> str:

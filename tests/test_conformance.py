@@ -183,6 +183,13 @@ def test_eos_ends_the_text_unless_ignored(build, llama, tmp_path):
     assert (goes_on.output_ids, goes_on.finish_reason) == (text, "max_tokens")
     loaded = load(llama.config(model=str(folder)))
     assert list(generate(loaded.model, loaded.kernels, prompt, 24)) == text[:end]
+    # no end before min_tokens: up to there the end tokens can't be chosen, after that they end the text
+    late = SamplingParams(max_tokens=end + 30, min_tokens=end + 3, stop_token_ids={text[0]})
+    (req,) = engine.generate([prompt], late)
+    assert len(req.output_ids) >= end + 3 and req.output_ids[: end - 1] != text[: end - 1]
+    assert not {absent, eos, text[0]} & set(req.output_ids[: end + 3])
+    (same,) = stage2.build_engine(llama.config(model=str(folder))).generate([prompt], late)
+    assert (req.output_ids, req.finish_reason) == (same.output_ids, same.finish_reason)
 
 
 @every_engine
@@ -311,6 +318,32 @@ def test_logprobs_come_with_the_outputs_of_the_requests_that_asked(build, llama)
     outputs = run(engine)
     assert [len(output.logprobs.top) for output in outputs[asked]] == [2, 2, 2]
     assert [output.logprobs for output in outputs[other]] == [None] * 3
+
+
+@every_engine
+def test_the_prompts_logprobs_are_those_of_the_hugging_face_model(build, llama):
+    """In chunks, beside others, and the second time with the prompt's keys and values in memory already."""
+    engine = build(llama.config())
+    wanted = {1: (2, 1), 2: (0, 1), 40: (5, 6), 100: (0, 1)}  # length of the prompt -> (prompt_logprobs, max_tokens)
+    for _ in range(2):
+        uids = {}
+        for length, (most, n) in wanted.items():
+            engine.add(llama.prompt(length + 3), SamplingParams(max_tokens=4))
+            uids[length] = engine.add(llama.prompt(length), SamplingParams(prompt_logprobs=most, max_tokens=n))
+        outputs = run(engine)
+        for length, uid in uids.items():
+            prompt, (most, n) = llama.prompt(length), wanted[length]
+            assert tokens(outputs[uid]) == reference(llama, prompt, n)
+            (first, *later), rest = outputs[uid][0].prompt_logprobs, outputs[uid][1:]
+            assert first is None and not any(output.prompt_logprobs for output in rest)
+            with torch.inference_mode():
+                expected = llama.hf(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
+            for row, token, entry in zip(expected, prompt[1:], later, strict=False):
+                assert entry.chosen == pytest.approx(row[token].item(), abs=1e-3)
+                assert [i for i, _ in entry.top] == row.topk(most).indices.tolist()
+            assert len(later) == length - 1
+    for uid, found in outputs.items():
+        assert uid in uids.values() or not any(output.prompt_logprobs for output in found)
 
 
 # --- the real model ---------------------------------------------------------------------------------------------

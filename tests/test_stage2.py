@@ -66,6 +66,8 @@ def assert_close(seen, expected) -> None:
     "frequency_penalty": [-2.1, 2.1, math.nan],
     "max_tokens": [0, -1, 2**31, math.nan, math.inf, None],
     "logprobs": [-1, 21],
+    "prompt_logprobs": [-1, 21],
+    "min_tokens": [-1, 17, None],  # max_tokens is 16
     "logit_bias": [{5: 101}, {5: -101}, {5: math.nan}],
 }.items())  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(field, values):
@@ -87,7 +89,7 @@ def test_numbers_of_numpy_become_pythons():
 @pytest.mark.parametrize("params", [
     {"temperature": 0}, {"temperature": 5.0}, {"top_k": -1}, {"top_k": 0}, {"top_k": 10**9}, {"top_p": 1}, {"top_p": 0},
     {"top_p": 1e-9}, {"min_p": 0}, {"min_p": 1}, {"presence_penalty": -2}, {"frequency_penalty": 2}, {"max_tokens": 1},
-    {"logprobs": 0}, {"logprobs": 20}, {"logit_bias": {0: 100, 1: -100}}, {"seed": -1}, {"seed": 2**64},
+    {"min_tokens": 16}, {"logprobs": 0}, {"logprobs": 20}, {"logit_bias": {0: 100, 1: -100}}, {"seed": -1}, {"seed": 2**64},
     {"stop_token_ids": [1, 2]},
 ])  # fmt: skip
 def test_a_value_at_the_edge_is_taken_and_works(params):
@@ -262,7 +264,7 @@ def test_a_bias_shifts_the_distribution():
 
 def test_logprobs_are_of_the_model_not_of_the_adjusted_scores():
     params = SamplingParams(temperature=0.5, top_k=2, logit_bias={3: 50.0}, logprobs=3)
-    tokens, entries = GumbelSampler()(LOGITS[None], [make_req(params)]).to_host()
+    tokens, entries, _ = GumbelSampler()(LOGITS[None], [make_req(params)]).to_host()
     expected = np.log(softmax(LOGITS))
     assert tokens == [3]
     assert entries[0].chosen == pytest.approx(expected[3], abs=1e-5)
@@ -271,7 +273,7 @@ def test_logprobs_are_of_the_model_not_of_the_adjusted_scores():
 
 
 def test_more_logprobs_than_tokens_gives_all_tokens():
-    _, entries = GumbelSampler()(LOGITS[None], [make_req(SamplingParams(logprobs=20))]).to_host()
+    _, entries, _ = GumbelSampler()(LOGITS[None], [make_req(SamplingParams(logprobs=20))]).to_host()
     assert sorted(token for token, _ in entries[0].top) == [0, 1, 2, 3, 4, 5]
 
 
@@ -537,7 +539,7 @@ def test_a_request_knows_its_times(engine):
     assert 0 < req.arrived_at < req.first_token_at < req.finished_at
 
 
-@pytest.mark.parametrize("name", ["top_k", "seed", "logprobs", "max_tokens"])
+@pytest.mark.parametrize("name", ["top_k", "seed", "logprobs", "prompt_logprobs", "max_tokens", "min_tokens"])
 @pytest.mark.parametrize("value", [1.5, "1", [1], 1j])
 def test_numbers_that_must_be_whole(name, value):
     with pytest.raises(UserError, match=name):

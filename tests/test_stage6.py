@@ -367,8 +367,8 @@ def test_samples_on_the_host_do_not_change_with_the_devices_memory():
     with_logprobs = HostSamples.copy(Samples(buffers[0][:2], buffers[1:]))
     for buffer in buffers:
         buffer.fill_(9)
-    assert plain.to_host() == ([5, 6, 7], None)
-    tokens, entries = with_logprobs.to_host()
+    assert plain.to_host() == ([5, 6, 7], None, None)
+    tokens, entries, _ = with_logprobs.to_host()
     assert tokens == [5, 6]
     assert entries == [(0.5, [(1, 1.0)] * 3), (0.25, [(1, 1.0)] * 3)]
 
