@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -24,6 +25,9 @@ from stage9_server.messages import (
     Tokenize,
     Tokenized,
 )
+
+if TYPE_CHECKING:
+    from stage9_server.inspector.routes import Viewers
 
 
 class RequestFailed(Exception):
@@ -56,6 +60,7 @@ class Hub:
         self.info: dict = {}
         self.stats: EngineStats | None = None
         self.draining = False
+        self.viewers: Viewers | None = None  # of the engine's steps, with --inspect
 
     # --- for the API server ---
 
@@ -146,6 +151,8 @@ class Hub:
                     self.answer(uid, message, True)
             case EngineStats():
                 self.stats = message
+            case messages.Inspected() if self.viewers:
+                self.viewers.tell(message)
             case messages.Ready():
                 self.up.add(message.worker)
                 self.info |= message.info

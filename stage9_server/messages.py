@@ -162,6 +162,21 @@ class EngineStats(Struct, tag=True):
     prompt_tokens: int  # that were looked for there
 
 
+class Inspect(Struct, tag=True):
+    """API server -> scheduler: somebody looks at the engine's steps (inspector/), or nobody does any more."""
+
+    on: bool
+    text: bool = False  # with what the tokens say
+    anew: bool = True  # for somebody who has seen nothing yet
+
+
+class Inspected(Struct, tag=True):
+    """Scheduler -> API server: lines of a trace."""
+
+    header: bytes
+    lines: list[bytes]
+
+
 class Ready(Struct, tag=True):
     """A worker -> API server: it is up, with facts about the model."""
 
@@ -190,6 +205,7 @@ def joined(pieces: list[Piece]) -> Piece:
 
 Message = (
     Tokenize | Detokenize | Tokenized | Detokenized | Generate | Abort | Stopped | Tokens | Pieces | Failed | EngineStats | Ready
+    | Inspect | Inspected
 )  # fmt: skip
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode

@@ -176,9 +176,14 @@ class Trace:
 
     # --- a line -----------------------------------------------------------------------------------------------------
 
-    def record(self) -> None:
-        """Write down what has changed since the last line; nothing if nothing has."""
-        is_key = not self.keys or self.first + len(self.ring) >= self.keys[-1] + KEY_EVERY
+    @property
+    def total(self) -> int:
+        """Lines so far, those that were forgotten included."""
+        return self.first + len(self.ring)
+
+    def record(self, is_key: bool = False) -> None:
+        """Write down what has changed since the last line; nothing if nothing has. A key frame says all."""
+        is_key = is_key or not self.keys or self.total >= self.keys[-1] + KEY_EVERY
         line = self.requests(is_key) | self.memory(is_key) | self.tree(is_key)
         if not (line or self.spans):
             return
@@ -186,7 +191,7 @@ class Trace:
         self.written_at = time.perf_counter()
         self.forget_step()
         if is_key:
-            self.keys.append(self.first + len(self.ring))
+            self.keys.append(self.total)
         self.ring.append(encode(line))
         self.num_bytes += len(self.ring[-1]) + 1
         while len(self.keys) > 1 and (len(self.ring) > self.max_lines or self.num_bytes > self.max_bytes):
