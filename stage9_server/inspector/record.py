@@ -11,7 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -341,14 +341,18 @@ def overlap() -> Scenario:
     """Stage 6, on a GPU: graphs, padding, overlap, and an end that comes late."""
     if not torch.cuda.is_available():
         raise UserError("scenario 6 is recorded on a GPU; run it on a machine that has one")
-    settings = {"model": "dummy:qwen3-0.6b", "max_model_len": 512, "kv_tokens": 2048, "page_size": 4, "max_running": 16}
+    settings = {"model": "dummy:qwen3-0.6b", "max_model_len": 512, "kv_tokens": 512, "page_size": 4, "max_running": 16}
     prompts = [[100 + i] * (24 + 9 * i) for i in range(5)]
-    text = build("stage6_cudagraph", **settings, graph=False, overlap=False).generate(prompts[:1], greedy(20))[0]
-    stop = {text.output_ids[12]}
+    params = [greedy(20, temperature=1.0, seed=i + 1) for i in range(len(prompts))]
+    text = (
+        build("stage6_cudagraph", **settings, graph=False, overlap=False).generate(prompts[:1], params[0])[0].output_ids
+    )
+    stop = next(token for i, token in enumerate(text) if i >= 10 and token not in text[:i])
+    params[0] = replace(params[0], stop_token_ids=frozenset({stop}))
 
     def drive(engine: Engine) -> None:
-        for i, prompt in enumerate(prompts):
-            engine.add(prompt, SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=stop if i == 0 else set()))
+        for prompt, wanted in zip(prompts, params, strict=True):
+            engine.add(prompt, wanted)
         finish(engine)
 
     takes = []
@@ -358,7 +362,7 @@ def overlap() -> Scenario:
         (("graphs and overlap", "图与重叠"), True, True),
     ):
         engine = build("stage6_cudagraph", **settings, graph=graph, overlap=ahead)
-        for _ in range(2):
+        for _ in range(3):
             drive(engine)  # compiled and warm
         takes.append(take(name, engine, drive, text=None))
         del engine
