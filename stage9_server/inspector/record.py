@@ -372,6 +372,8 @@ def overlap() -> Scenario:
 
 def graphs_story(takes: list[Take]) -> Scenario:
     card = takes[0].header["device_name"]
+    step = [line["device"] for line in (take.lines[7] for take in takes)]  # of decodes: number, begin and end
+    eager, replayed = (f"{(end - start) / 1000:.1f}" for _, start, end in step[:2])
     result = Scenario(
         ("Graphs and overlap", "CUDA 图与重叠"),
         (
@@ -386,14 +388,14 @@ def graphs_story(takes: list[Take]) -> Scenario:
         Note(
             0,
             6,
-            "Eager: the launch takes most of the step, and the device's lane is short in comparison or full of gaps.",
-            "逐个启动：一步的大部分时间在启动，设备那一行相比之下很短，或满是空隙。",
+            f"Eager: a step of decodes takes {eager} ms, for the host launches kernel after kernel, and the device, which is busy between the first and the last, mostly waits for the next one.",
+            f"逐个启动：一个解码步要 {eager} ms，因为主机一个个启动 kernel；设备从第一个到最后一个都算忙，其实多半在等下一个。",
         ),
         Note(
             1,
             6,
-            "Graphs: the same step is one replay. Five decodes are padded to eight: the hatched cells are computed and thrown away.",
-            "图：同一步只是一次重放。五个解码填充到八个：斜线格算了就扔。",
+            f"Graphs: the same step is one replay, {replayed} ms. Five decodes are padded to eight: the hatched cells are computed and thrown away.",
+            f"图：同一步只是一次重放，{replayed} ms。五个解码填充到八个：斜线格算了就扔。",
         ),
         Note(
             2,
@@ -590,8 +592,8 @@ def leaves() -> Scenario:
         Note(
             0,
             came,
-            f"Its place is free, so request {uid + 2} starts, in the very step after.",
-            f"位置空出来了，请求 {uid + 2} 立刻开始。",
+            f"Its place is free, so request {uid + 2} starts in the same step.",
+            f"位置空出来了，请求 {uid + 2} 在同一步就开始。",
             uid + 2,
         ),
     ]
