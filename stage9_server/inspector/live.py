@@ -8,7 +8,7 @@ from stage8_tp.engine import TPEngine
 from stage9_server.inspector.trace import KEY_EVERY, Trace, encode
 from stage9_server.messages import Inspect, Inspected
 
-EVERY = 0.1  # seconds between two lines at the least: what an onlooker costs does not grow with the engine's speed
+EVERY, SHARE = 0.1, 0.01  # seconds between two lines at the least, and the most of the time that they may take
 
 
 class Watching:
@@ -32,7 +32,7 @@ class Watching:
         if text:
             tokenizer = load_tokenizer(self.model)
             decode = partial(tokenizer.decode, skip_special=False) if tokenizer else str
-        return Trace(self.engine, decode, EVERY, max_lines=2 * KEY_EVERY)
+        return Trace(self.engine, decode, EVERY, SHARE, max_lines=2 * KEY_EVERY)
 
     def close(self) -> None:
         if self.trace:

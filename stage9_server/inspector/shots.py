@@ -16,8 +16,8 @@ from common.config import UserError
 
 FOLDER = Path(__file__).parent
 STAGES = FOLDER.parents[1]
-SIZE = {"width": 1120, "height": 900}
-COLOURS = 96  # of the palette: a picture has some tens of KB
+SIZE = {"width": 1120, "height": 600}
+COLOURS = 200  # of the palette: a picture has some tens of KB
 
 
 def places() -> dict[str, str]:
@@ -46,8 +46,10 @@ def main() -> None:
                 page.goto(f"{(FOLDER / 'page.html').as_uri()}#lang={language}&theme=light&{place}")
                 page.wait_for_function("inspector.trace && inspector.at >= 0")
                 page.wait_for_timeout(1200)  # until nothing moves any more
-                data = page.locator("main").screenshot()
-                picture = Image.open(io.BytesIO(data)).convert("RGB").quantize(COLOURS)
+                page.add_style_tag(content=".transport { position: static } footer { display: none }")
+                data = page.screenshot(full_page=True)
+                picture = Image.open(io.BytesIO(data)).convert("RGB")
+                picture = picture.quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
                 picture.save(FOLDER / "shots" / name, optimize=True)
                 print(f"shots/{name}: {(FOLDER / 'shots' / name).stat().st_size / 1024:.0f} KB")
         browser.close()

@@ -31,7 +31,7 @@ from stage7_radix.radix_tree import Node
 from stage8_tp.engine import TPEngine
 
 SCHEMA, VERSION = "sglang-from-zero/trace", 1
-KEY_EVERY = 64  # lines; the ring forgets whole stretches of this length
+KEY_EVERY = 64  # lines from one key frame to the next at the least; the ring forgets such stretches as a whole
 MAX_LINES, MAX_BYTES = 10_000, 64 << 20
 
 Span = tuple[float, float]  # begin and end, in seconds of time.perf_counter
@@ -58,7 +58,8 @@ class Seen:
     running: list[int] = field(default_factory=list)
     decodes: list[int] = field(default_factory=list)
     rows: dict[int, np.ndarray] = field(default_factory=dict)  # pages of each row of the page table
-    nodes: dict[Node, tuple[int, int, int, int, bytes]] = field(default_factory=dict)  # id, parent, locks, used, pages
+    nodes: dict[Node, tuple[int, int, int, int]] = field(default_factory=dict)  # id, parent, locks, used
+    pages: dict[Node, np.ndarray] = field(default_factory=dict)  # of each node
 
 
 class Trace:
@@ -66,6 +67,7 @@ class Trace:
 
     text: turns token ids into text, which is part of the lines then; without it no line has any.
     every: seconds between two lines at the least; steps in between are counted and left out.
+    share: of the time that may go into lines, at the most; where a line takes long, there are fewer.
     """
 
     def __init__(
@@ -73,15 +75,18 @@ class Trace:
         engine: Engine | TPEngine,
         text: Callable[[list[int]], str] | None = None,
         every: float = 0.0,
+        share: float = 1.0,
         max_lines: int = MAX_LINES,
         max_bytes: int = MAX_BYTES,
     ):
         self.engine = engine.engine if isinstance(engine, TPEngine) else engine
-        self.text, self.every, self.max_lines, self.max_bytes = text, every, max_lines, max_bytes
+        self.text, self.every, self.share = text, every, share
+        self.max_lines, self.max_bytes = max_lines, max_bytes
         self.ring: deque[bytes] = deque()
         self.keys: deque[int] = deque()  # numbers of those lines of the ring that are key frames
         self.first = self.num_bytes = 0  # number of the ring's first line; size of all
-        self.seen, self.ids, self.late, self.found = Seen(), {}, set(), {}
+        self.key_size = self.since_key = 0  # bytes of the last key frame, and of what came after it
+        self.seen, self.late, self.found = Seen(), set(), {}
         self.steps = self.launches = self.num_nodes = 0
         self.spans: dict[str, Span] = {}  # of the step under way
         self.batch: Launched | None = None  # launched in the step under way
@@ -89,7 +94,7 @@ class Trace:
         self.in_flight: list[Launched] = []
         self.graph = 0
         self.watched: list[tuple[object, str]] = []
-        self.written_at = -1e9
+        self.due = 0.0  # when the next line may be written
         if (device := self.engine.device).type == "cuda":  # one moment on both clocks
             torch.cuda.synchronize(device)
             self.origin = torch.cuda.Event(enable_timing=True)
@@ -138,7 +143,7 @@ class Trace:
     def step(self, inner: Callable) -> list[Output]:
         outputs = inner()
         self.steps += 1
-        if time.perf_counter() >= self.written_at + self.every:
+        if time.perf_counter() >= self.due:
             self.record()
         else:
             self.forget_step()
@@ -183,22 +188,31 @@ class Trace:
 
     def record(self, is_key: bool = False) -> None:
         """Write down what has changed since the last line; nothing if nothing has. A key frame says all."""
-        is_key = is_key or not self.keys or self.total >= self.keys[-1] + KEY_EVERY
+        start = time.perf_counter()
+        is_key = is_key or not self.keys or self.key_is_due()
         line = self.requests(is_key) | self.memory(is_key) | self.tree(is_key)
         if not (line or self.spans):
             return
         line = {"n": self.steps} | ({"key": True} if is_key else {}) | self.times() | self.decided(is_key) | line
-        self.written_at = time.perf_counter()
         self.forget_step()
-        if is_key:
-            self.keys.append(self.total)
         self.ring.append(encode(line))
-        self.num_bytes += len(self.ring[-1]) + 1
+        size = len(self.ring[-1])
+        self.since_key += size
+        if is_key:
+            self.keys.append(self.total - 1)
+            self.key_size, self.since_key = size, 0
+        self.num_bytes += size + 1
         while len(self.keys) > 1 and (len(self.ring) > self.max_lines or self.num_bytes > self.max_bytes):
             self.keys.popleft()
             for _ in range(self.keys[0] - self.first):
                 self.num_bytes -= len(self.ring.popleft()) + 1
             self.first = self.keys[0]
+        took = (end := time.perf_counter()) - start
+        self.due = end + max(self.every, took / self.share - took)
+
+    def key_is_due(self) -> bool:
+        """Key frames are not much more than half of all bytes, however much there is to say."""
+        return self.total >= self.keys[-1] + KEY_EVERY and self.since_key >= self.key_size
 
     def forget_step(self) -> None:
         self.spans, self.batch, self.collected, self.graph = {}, None, None, 0
@@ -327,7 +341,7 @@ class Trace:
         if not isinstance(cache, RadixCacheManager):
             return {}
         tree, old, changes = cache.tree, self.seen.nodes, []
-        stack, new = [(child, 0) for child in tree.root.children.values()], {}
+        stack, new, pages = [(child, 0) for child in tree.root.children.values()], {}, {}
         while stack:
             node, parent = stack.pop()
             before = old.get(node)
@@ -335,14 +349,15 @@ class Trace:
                 self.num_nodes += 1
             number = before[0] if before else self.num_nodes
             stack += [(child, number) for child in node.children.values()]
-            new[node] = entry = (number, parent, node.locks, node.used, node.pages.tobytes())
-            if is_key or before is None or before[4] != entry[4]:
+            new[node] = entry = (number, parent, node.locks, node.used)
+            pages[node] = node.pages  # the tree changes no array of pages, it takes another one
+            if is_key or self.seen.pages.get(node) is not node.pages:
                 text = [self.text(node.key.tolist())] if self.text else []
-                changes.append([*entry[:4], runs(node.pages), *text])
+                changes.append([*entry, runs(node.pages), *text])
             elif before != entry:
-                changes.append(list(entry[:4]))
+                changes.append(list(entry))
         gone = [entry[0] for node, entry in old.items() if node not in new]
-        self.seen.nodes = new
+        self.seen.nodes, self.seen.pages = new, pages
         return {name: value for name, value in (("nodes", changes), ("evicted", gone)) if value}
 
     # --- out ----------------------------------------------------------------------------------------------------------
@@ -379,9 +394,9 @@ class Trace:
 
 def runs(numbers: Sequence[int] | np.ndarray) -> list[int]:
     """Numbers in their order, as first and count of every ascending run: 4, 5, 6, 2 -> [4, 3, 2, 1]."""
+    if len(numbers) < 2:
+        return [int(numbers[0]), 1] if len(numbers) else []
     array = np.asarray(numbers, np.int64)
-    if not len(array):
-        return []
     starts = np.concatenate(([0], (np.diff(array) != 1).nonzero()[0] + 1))
     counts = np.diff(np.append(starts, len(array)))
     return np.stack((array[starts], counts), axis=1).ravel().tolist()
