@@ -219,7 +219,9 @@ def test_both_languages_say_the_same(page):
     assert measured(english) == measured(chinese)
     for mark in ("```mermaid", "```python", "<details>", "</details>"):
         assert english.count(mark) == chinese.count(mark), mark
-    targets = [Counter(re.sub(r"\.zh\.(md|png)$", r".\1", target) for _, target in links(page)) for page in (english, chinese)]
+    targets = [
+        Counter(re.sub(r"\.zh\.(md|png)$", r".\1", target) for _, target in links(page)) for page in (english, chinese)
+    ]
     assert targets[0] == targets[1]
 
 

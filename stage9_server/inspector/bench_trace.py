@@ -76,20 +76,20 @@ def feed(engine: Engine) -> None:
         engine.add([uid % 500, *[1] * length], SamplingParams(max_tokens=100 + uid * 53 % 150, ignore_eos=True))
 
 
-def cost(rounds: int = 6, steps: int = 300) -> list:
-    """Side by side, in turns; the median of the rounds."""
-    engine, times = busy(), {"not at all": [], "live": [], "every step": []}
-    limits = {"live": {"every": EVERY, "share": SHARE}, "every step": {}}
-    for _ in range(rounds):
-        for name, found in times.items():
-            trace = Trace(engine, **limits[name], max_lines=128) if name in limits else None
+def cost(rounds: int = 10, steps: int = 400) -> list:
+    """Time of this process, side by side, in turns that begin with another one each; the median of the rounds."""
+    engine, limits = busy(), {"not at all": None, "live": {"every": EVERY, "share": SHARE}, "every step": {}}
+    times: dict[str, list[float]] = {name: [] for name in limits}
+    for turn in range(rounds):
+        for name in [*limits][turn % 3 :] + [*limits][: turn % 3]:
+            trace = None if limits[name] is None else Trace(engine, **limits[name], max_lines=128)
             if trace:
                 trace.record()  # a key frame, for somebody who has just come
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in range(steps):
                 engine.step()
                 feed(engine)
-            found.append((time.perf_counter() - start) / steps)
+            times[name].append((time.process_time() - start) / steps)
             if trace:
                 trace.close()
     base = np.array(times["not at all"])
