@@ -6,28 +6,14 @@ dies: guard/restarts.py.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import zmq
 
 from stage9_server import messages
 from stage9_server.ipc import API, DETOKENIZER, SCHEDULER, pull_socket, push_socket, receive, send
-from stage9_server.messages import (
-    Abort,
-    Detokenize,
-    Detokenized,
-    EngineStats,
-    Failed,
-    Message,
-    Piece,
-    Tokenize,
-    Tokenized,
-)
-
-if TYPE_CHECKING:
-    from stage9_server.inspector.routes import Viewers
+from stage9_server.messages import Abort, Detokenize, EngineStats, Failed, Message, Piece, Tokenize, Tokenized
 
 
 class RequestFailed(Exception):
@@ -60,7 +46,7 @@ class Hub:
         self.info: dict = {}
         self.stats: EngineStats | None = None
         self.draining = False
-        self.viewers: Viewers | None = None  # of the engine's steps, with --inspect
+        self.look_on: Callable[[messages.Inspected], None] | None = None  # with --inspect: who gets the engine's steps
 
     # --- for the API server ---
 
@@ -144,15 +130,15 @@ class Hub:
             case messages.Pieces():
                 for piece in message.pieces:
                     self.answer(piece.uid, piece, piece.finish_reason is not None)
-            case Tokenized() | Detokenized():
+            case Tokenized() | messages.Detokenized():
                 self.answer(message.uid, message, True)
             case Failed():
                 for uid in message.uids:
                     self.answer(uid, message, True)
             case EngineStats():
                 self.stats = message
-            case messages.Inspected() if self.viewers:
-                self.viewers.tell(message)
+            case messages.Inspected() if self.look_on:
+                self.look_on(message)
             case messages.Ready():
                 self.up.add(message.worker)
                 self.info |= message.info

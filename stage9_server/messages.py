@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from stage7_radix.params import RequestParams
+from stage9_server.inspector.messages import Inspect, Inspected
 
 
 class TextOptions(Struct, frozen=True):
@@ -160,21 +161,6 @@ class EngineStats(Struct, tag=True):
     retracted: int
     hit_tokens: int  # of prompts, found in the prefix cache
     prompt_tokens: int  # that were looked for there
-
-
-class Inspect(Struct, tag=True):
-    """API server -> scheduler: somebody looks at the engine's steps (inspector/), or nobody does any more."""
-
-    on: bool
-    text: bool = False  # with what the tokens say
-    anew: bool = True  # for somebody who has seen nothing yet
-
-
-class Inspected(Struct, tag=True):
-    """Scheduler -> API server: lines of a trace."""
-
-    header: bytes
-    lines: list[bytes]
 
 
 class Ready(Struct, tag=True):

@@ -14,19 +14,9 @@ from stage8_tp.launch import run_ranks
 from stage8_tp.ranks import Alone, Ranks
 from stage9_server.guard.process import last_words, run_worker
 from stage9_server.inspector.live import Watching
+from stage9_server.inspector.messages import Inspect
 from stage9_server.ipc import API, DETOKENIZER, Settings, Worker
-from stage9_server.messages import (
-    Abort,
-    EngineStats,
-    Failed,
-    Generate,
-    Inspect,
-    Message,
-    Started,
-    Stopped,
-    Token,
-    Tokens,
-)
+from stage9_server.messages import Abort, EngineStats, Failed, Generate, Message, Started, Stopped, Token, Tokens
 
 STATS_INTERVAL = 1.0  # seconds
 MAX_EARLY = 1 << 16  # uids

@@ -5,8 +5,8 @@ from functools import partial
 from common.tokenizer import load_tokenizer
 from stage2_req.engine import Engine
 from stage8_tp.engine import TPEngine
+from stage9_server.inspector.messages import Inspect, Inspected
 from stage9_server.inspector.trace import KEY_EVERY, Trace, encode
-from stage9_server.messages import Inspect, Inspected
 
 EVERY, SHARE = 0.1, 0.01  # seconds between two lines at the least, and the most of the time that they may take
 

@@ -1,5 +1,6 @@
 """The API server's side of a live trace: the page, and the stream of lines that it follows. Only there with --inspect."""
 
+import argparse
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,11 +9,12 @@ from fastapi import FastAPI
 from starlette.responses import HTMLResponse, StreamingResponse
 
 from stage9_server.hub import Hub
+from stage9_server.inspector.messages import Inspect, Inspected
 from stage9_server.ipc import SCHEDULER
-from stage9_server.messages import Inspect, Inspected
 from stage9_server.openai_api.errors import ApiError
 
 PAGE = Path(__file__).with_name("page.html")
+WHAT = ("off", "steps", "text")
 MAX_VIEWERS, MAX_BEHIND = 8, 256  # who is so many messages behind is let go, and may come again
 
 
@@ -22,7 +24,7 @@ class Viewers:
     def __init__(self, hub: Hub, text: bool):
         self.hub, self.text = hub, text
         self.queues: dict[asyncio.Queue[Inspected | None], bool] = {}  # -> has it had the header?
-        hub.viewers = self
+        hub.look_on = self.tell
 
     def tell(self, message: Inspected) -> None:
         for queue in list(self.queues):
@@ -61,9 +63,16 @@ class Viewers:
                 self.ask(anew=False)
 
 
-def add_routes(app: FastAPI, hub: Hub, text: bool) -> None:
-    """The page holds no data and needs no key; the stream does."""
-    viewers = Viewers(hub, text)
+def add_flag(parser: argparse.ArgumentParser) -> None:
+    seen = "show the engine's steps at /inspector: steps, or text for what the tokens say as well"
+    parser.add_argument("--inspect", choices=WHAT, default=WHAT[0], help=f"{seen} (default: {WHAT[0]})")
+
+
+def add_inspector(app: FastAPI, hub: Hub, what: str) -> None:
+    """The routes, unless `what` is off. The page holds no data and needs no key; the stream does."""
+    if what == "off":
+        return
+    viewers = Viewers(hub, text=what == "text")
     page = PAGE.read_text().replace("<body>", '<body data-follow="inspector/events">', 1)
 
     @app.get("/inspector", include_in_schema=False)
