@@ -16,6 +16,7 @@ import zmq
 from common import cli
 from common.config import UserError, check_range
 from stage9_server.guard.guard import Limits
+from stage9_server.inspector.routes import add_flag
 from stage9_server.observe.logs import LEVELS
 
 KEY_VARIABLE = "SGLANG_ZERO_KEY"  # of the environment: the key that a server asks for, and that a client gives
@@ -47,7 +48,6 @@ LISTS = {  # flag -> help; it takes several words
     "served-model-name": "names under which clients know the model (default: what --model says)",
     "cors-origin": "origins whose web pages may call the server, such as http://localhost:3000; * for all (default: none)",
 }
-
 # What SGLang or vLLM call it -> what it is called here.
 RENAMED = {
     "--model-path": "--model", "--context-length": "--max-model-len", "--max-running-requests": "--max-running",
@@ -82,6 +82,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         result.add_argument(f"--{name}", nargs="+", default=[], help=text)
     levels = "what is logged: info has a line per request, warning what is wrong with one"
     result.add_argument("--log-level", choices=LEVELS, default="warning", help=f"{levels} (default: warning)")
+    add_flag(result)
     without = "protect the server against the world; without it, only for experiments"
     result.add_argument("--guard", action=argparse.BooleanOptionalAction, default=True, help=f"{without} (default: on)")
     return result

@@ -6,7 +6,7 @@ dies: guard/restarts.py.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
 import zmq
@@ -46,6 +46,7 @@ class Hub:
         self.info: dict = {}
         self.stats: EngineStats | None = None
         self.draining = False
+        self.look_on: Callable[[messages.Inspected], None] | None = None  # with --inspect: who gets the engine's steps
 
     # --- for the API server ---
 
@@ -140,6 +141,8 @@ class Hub:
                     self.answer(uid, message, isinstance(message, Failed))
             case EngineStats():
                 self.stats = message
+            case messages.Inspected() if self.look_on:
+                self.look_on(message)
             case messages.Ready():
                 self.up.add(message.worker)
                 self.info |= message.info

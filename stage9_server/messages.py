@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from stage7_radix.params import RequestParams
+from stage9_server.inspector.messages import Inspect, Inspected
 
 
 class TextOptions(Struct, frozen=True):
@@ -196,6 +197,7 @@ def joined(pieces: list[Piece]) -> Piece:
 
 Message = (
     Tokenize | Detokenize | Tokenized | Detokenized | Generate | Accepted | Abort | Stopped | Tokens | Pieces | Failed | EngineStats | Ready
+    | Inspect | Inspected
 )  # fmt: skip
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode

@@ -13,6 +13,8 @@ from stage8_tp.engine import TPEngine
 from stage8_tp.launch import run_ranks
 from stage8_tp.ranks import Alone, Ranks
 from stage9_server.guard.process import last_words, run_worker
+from stage9_server.inspector.live import Watching
+from stage9_server.inspector.messages import Inspect
 from stage9_server.ipc import API, DETOKENIZER, Settings, Worker
 from stage9_server.messages import (
     Abort,
@@ -99,6 +101,7 @@ class Scheduling:
 
 def serve(engine: Engine | TPEngine, worker: Worker) -> None:
     scheduling = Scheduling(engine, worker.settings.max_queue)
+    watching = Watching(engine, worker.settings.engine.model)
     facts = {"max_len": engine.cache.max_len, "vocab_size": engine.model.vocab_size, "device": str(engine.device)}
     worker.ready(model=worker.settings.engine.model, engine=asdict(worker.settings.engine), **facts)
     reported, busy, checked = 0.0, True, True
@@ -108,10 +111,12 @@ def serve(engine: Engine | TPEngine, worker: Worker) -> None:
             engine.cache.check_integrity()
             checked = True
         for message in messages:
-            for to, answer in scheduling.handle(message):
+            for to, answer in (watching if isinstance(message, Inspect) else scheduling).handle(message):
                 worker.send(to, answer)
         if engine.has_work() and (tokens := scheduling.step()).tokens:
             worker.send(DETOKENIZER, tokens)
+        if lines := watching.news():
+            worker.send(API, lines)
         was_busy, busy = busy, engine.has_work()
         checked = checked and not busy
         if was_busy > busy or time.monotonic() > reported + STATS_INTERVAL:

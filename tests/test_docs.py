@@ -16,8 +16,8 @@ import pytest
 from common.cli import flag_table
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("stage*/*.md")])
-CHAPTERS = sorted(page.parent for page in PAGES if page.name == "README.zh.md" and page.parent != ROOT)
+PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("stage*/*.md"), *ROOT.glob("stage*/*/*.md")])
+CHAPTERS = sorted(page.parent for page in PAGES if page.name == "README.zh.md" and page.parent.parent == ROOT)
 BOTH = [page for page in PAGES if page.parent != ROOT and not page.name.endswith(".zh.md")]  # each has its .zh.md
 SECTIONS = [
     *("The question", "A picture", "Predict first", "Read the code", "Run it", "What you should see"),
@@ -191,7 +191,7 @@ def test_scripts_exist(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent != ROOT], ids=name)
 def test_code_is_quoted_word_for_word(page):
-    stages = [folder for folder in ROOT.glob("stage*") if folder.name <= page.parent.name]
+    stages = [folder for folder in ROOT.glob("stage*") if folder.name <= page.relative_to(ROOT).parts[0]]
     files = [file for folder in (*stages, ROOT / "common") for file in folder.rglob("*.py")]
     known = [bare(file.read_text()) for file in files]
     quoted = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
@@ -220,7 +220,9 @@ def test_both_languages_say_the_same(page):
     assert measured(english) == measured(chinese)
     for mark in ("```mermaid", "```python", "<details>", "</details>"):
         assert english.count(mark) == chinese.count(mark), mark
-    targets = [Counter(target.replace(".zh.md", ".md") for _, target in links(page)) for page in (english, chinese)]
+    targets = [
+        Counter(re.sub(r"\.zh\.(md|png)$", r".\1", target) for _, target in links(page)) for page in (english, chinese)
+    ]
     assert targets[0] == targets[1]
 
 

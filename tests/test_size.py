@@ -114,7 +114,7 @@ def sizes() -> Counter:
         name = file.relative_to(ROOT).as_posix()
         if not name.startswith(("common/", "stage")):
             continue
-        if file.stem in INSTRUMENTS or file.stem.startswith("bench_"):
+        if file.stem in INSTRUMENTS or file.stem.startswith("bench_") or file.parent.name == "inspector":
             part = "instruments"
         elif name.startswith("common/kernels/"):
             part = "kernels"

@@ -12,7 +12,7 @@ from stage9_server.openai_api.errors import ApiError, on_error
 if TYPE_CHECKING:
     from stage9_server.guard.guard import Limits
 
-OPEN = ("/", "/health", "/health_generate", "/metrics")  # need no key
+OPEN = ("/", "/health", "/health_generate", "/metrics", "/inspector")  # need no key
 BODILESS = ("/flush_cache",)  # a POST to these has nothing to say
 NO_KEY = ("give the server's key, in the header Authorization: Bearer KEY", None, "invalid_api_key")
 OTHERS = "to be called by another, it needs --api-key, or --host with an address that others may reach"
