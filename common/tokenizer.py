@@ -4,6 +4,7 @@ import codecs
 import json
 import re
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 
 from common.config import UserError
@@ -42,16 +43,30 @@ class Tokenizer:
         spelt_out = bool(self.hf.bos_token) and text.startswith(self.hf.bos_token)
         return self.hf.encode(text, add_special_tokens=special and not spelt_out)
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation ([{"role": …, "content": …}, …]), ready for the assistant's answer."""
+    def chat(self, messages: list[dict], variables: dict | None = None) -> list[int]:
+        """Token ids of a conversation ([{"role": …, "content": …}, …]), ready for the assistant's answer.
+
+        variables: for the template, such as {"enable_thinking": False}.
+        """
         from jinja2 import TemplateError
 
         if not self.hf.chat_template:
             raise UserError("the model has no chat template; give it plain text instead")
+        variables = variables or {}
+        if taken := variables.keys() & signature(self.hf.apply_chat_template).parameters.keys():
+            raise UserError(f"{min(taken)} is no variable of a chat template; leave it out")
         try:
-            return self.hf.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            return self.hf.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True, **variables
+            )["input_ids"]  # fmt: skip
         except TemplateError as error:
             raise UserError(f"the model's chat template fails: {first_line(error)}") from error
+
+    def thinking(self, ids: list[int]) -> bool | None:
+        """Does this conversation, as `chat` made it, end inside <think>? None if the template knows no such thing."""
+        if "<think>" not in str(self.hf.chat_template):
+            return None
+        return self.decode(ids[-16:], skip_special=False).rstrip().endswith("<think>")
 
     @cached_property
     def longest_token(self) -> int:
@@ -99,15 +114,15 @@ class IncrementalDecoder:
     that ends in an invalid byte as if all of the run were invalid, also what could be read long before.)
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True):
         self.tokenizer, self.utf8 = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
-        self.at_start = True
+        self.skip_special, self.at_start = skip_special, True
 
     def push(self, token: int) -> str:
         """The text that became certain with this token; "" while a character is incomplete."""
-        data = self.tokenizer.token_bytes(token)
+        data = self.tokenizer.token_bytes(token, skip_special=self.skip_special)
         if data and self.at_start:  # special tokens have no text, and the start is still to come
-            data, self.at_start = self.tokenizer.token_bytes(token, first=True), False
+            data, self.at_start = self.tokenizer.token_bytes(token, skip_special=self.skip_special, first=True), False
         return self.utf8.decode(data)
 
     def flush(self) -> str:

@@ -59,7 +59,7 @@ class Req:
         self.logprobs: list[Logprobs] = []
         self.prompt_logprobs: list[Logprobs | None] = [None]  # as far as known; of the first token there is none
         self.arrived_at = time.perf_counter()
-        self.first_token_at = self.finished_at = 0.0
+        self.admitted_at = self.first_token_at = self.finished_at = 0.0
 
     @property
     def extend_len(self) -> int:

@@ -37,7 +37,8 @@ class FCFSScheduler:
 
     def schedule(self) -> Batch | None:
         if not self.running and self.waiting and self.cache.admit(self.waiting[0]):
-            self.running.append(self.waiting.popleft())
+            self.running.append(req := self.waiting.popleft())
+            req.admitted_at = time.perf_counter()
         picks = [(req, req.extend_len) for req in self.running if req.extend_len]
         return Batch.build(picks, self.cache.allocate(picks))
 

@@ -3,6 +3,7 @@
 The policy is two functions, so that the next stage can use them too.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -56,6 +57,7 @@ def admit_waiting(
         waiting.appendleft(req)
     while budget > 0 and waiting and cache.admit(waiting[0]):
         req = waiting.popleft()
+        req.admitted_at = req.admitted_at or time.perf_counter()
         running.append(req)
         picks.append((req, n := min(req.extend_len, budget)))
         budget -= n

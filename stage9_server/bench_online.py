@@ -25,7 +25,7 @@ from common.device import synchronize
 from stage2_req.engine import Engine
 from stage7_radix.params import RequestParams
 from stage8_tp.build import build_engine
-from stage9_server import launch, load
+from stage9_server import load, local_server
 from stage9_server.client import completions
 
 FIRST_COLUMNS = ["way", "p50, ms", "p90, ms"]
@@ -35,7 +35,7 @@ SINGLE, SINGLES, PAUSE = workload.Item([7] * 64, 1), 100, 0.02  # a request, how
 
 
 def main() -> None:
-    parser = cli.parser(__doc__, *(flag for flag in launch.ENGINE_FLAGS if flag not in (*cli.COMMON, "tp")))
+    parser = cli.parser(__doc__, *(flag for flag in local_server.ENGINE_FLAGS if flag not in (*cli.COMMON, "tp")))
     parser.add_argument("--scale", type=float, default=1.0, help="of lengths and number of requests (default: 1)")
     parser.add_argument("--rounds", type=int, default=2, help="of each; the last one counts (default: %(default)s)")
     args = parser.parse_args()
@@ -45,7 +45,7 @@ def main() -> None:
     items = workload.offline(args.scale, vocab_size)[: max(1, round(256 * args.scale))]
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # whose end frees the device's memory
         rows, alone = pool.submit(offline, cli.config(args), items, args.rounds).result()
-    with launch.running(*launch.as_flags(args), "--port", "0", "--max-queue", str(len(items))) as server:
+    with local_server.running(*local_server.as_flags(args), "--port", "0", "--max-queue", str(len(items))) as server:
         summaries, served = online(server.url, args.model, items, args.rounds)
     rows += [row("online", i, len(items), s.output_tokens, s.seconds) for i, s in enumerate(summaries, 1)]
     percent = round(100 * rows[-1][-1] / rows[args.rounds - 1][-1], 1)

@@ -12,8 +12,11 @@ class ByteTokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode())
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat(self, messages: list[dict], variables: dict | None = None) -> list[int]:
         return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: ")
+
+    def thinking(self, ids: list[int]) -> bool | None:
+        return None
 
     def token_bytes(self, token: int, *, skip_special: bool = True, first: bool = False) -> bytes:
         return bytes([token]) if token < 256 else f"<{token}>".encode()

@@ -15,7 +15,7 @@ from openai import APIError, OpenAI
 from common import cli, report, workload
 from common.config import UserError, check_range
 from stage9_server import load
-from stage9_server.protocol import KEY_VARIABLE
+from stage9_server.cli import KEY_VARIABLE
 
 DATASETS = ("offline", "shared_prefix", "multi_turn")
 WORDS = ("time", "way", "year", "work", "day", "world", "life", "hand", "part", "child", "eye", "place", "week", "case")

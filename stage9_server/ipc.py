@@ -1,32 +1,24 @@
-"""What the processes have in common: how they talk, and how a worker lives and ends.
+"""How the processes talk. Every one has one inbox, a ZMQ PULL socket on a file of its name in the server's private folder,
+and a PUSH socket to each inbox that it writes to.
 
-Every process has one inbox, a ZMQ PULL socket on a file of its name in the server's private folder, and a PUSH socket to
-each inbox that it writes to. Sending never waits: queues have no limit, since what is in them is bounded by the
-requests that the API server lets in. A process that is started again takes the file over, and the sockets that write to it
-reconnect by themselves; what was on its way to the dead one may be lost or arrive, and both is harmless, because everything
-is about a uid, no uid is used twice, and messages about an unknown one are dropped.
+Sending never waits: queues have no limit, since what is in them is bounded by the requests that the API server lets in. A
+process that is started again takes the file over, and the sockets that write to it reconnect by themselves; what was on its
+way to the dead one may be lost or arrive, and both is harmless, because everything is about a uid, no uid is used twice, and
+messages about an unknown one are dropped.
 """
 
-import ctypes
 import gc
 import os
-import shutil
 import signal
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 
 import msgspec
 import zmq
 
-from common.cli import leave
-from common.config import EngineConfig, UserError
-from stage9_server.messages import Failed, Message, Ready, decode, encode
+from common.config import EngineConfig
+from stage9_server.messages import Message, Ready, decode, encode
 
 API, SCHEDULER, DETOKENIZER = "api", "scheduler", "detokenizer"
-PR_SET_PDEATHSIG = 1
 ORPHANED = 128 + signal.SIGHUP  # status of a worker that ends because the API server has died
 
 
@@ -38,7 +30,8 @@ class Settings(msgspec.Struct):
     folder: str  # where the inboxes are; only the user can enter
     parent: int  # process id of the API server
     engine: EngineConfig
-    max_queue: int
+    max_queue: int  # sequences that may wait for the engine
+    guard: bool = True  # see guard/
 
 
 def push_socket(context: zmq.Context, folder: str, name: str) -> zmq.Socket:
@@ -78,9 +71,8 @@ class Worker:
     def __init__(self, settings: Settings):
         self.settings, self.context, self.parent = settings, zmq.Context(), os.getppid()
         self.inbox = pull_socket(self.context, settings.folder, settings.name)
-        self.outboxes = {
-            name: push_socket(self.context, settings.folder, name) for name in (API, SCHEDULER, DETOKENIZER)
-        }
+        names = (API, SCHEDULER, DETOKENIZER)
+        self.outboxes = {name: push_socket(self.context, settings.folder, name) for name in names}
 
     def send(self, to: str, message: Message) -> None:
         send(self.outboxes[to], message)
@@ -101,63 +93,3 @@ def freeze_garbage() -> None:
     """The garbage collector need not look again at what has been loaded: PyTorch alone are half a million objects."""
     gc.collect()
     gc.freeze()
-
-
-def read_settings() -> Settings:
-    return msgspec.json.decode(sys.argv[1], type=Settings)
-
-
-def run_worker(main: Callable[[Settings], None]) -> None:
-    """A worker's process, `python -m stage9_server.NAME_worker SETTINGS`, from the beginning to its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the API server ends a worker, or its death does
-    signal.signal(signal.SIGTERM, end_once)
-    signal.signal(signal.SIGHUP, end_once)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
-    settings, status = read_settings(), 0
-    sys.unraisablehook = partial(end_all_the_same, settings)
-    try:
-        if os.getppid() != settings.parent:  # it has gone before we could ask for the signal
-            sys.exit(ORPHANED)
-        with last_words(settings):
-            main(settings)
-    except SystemExit as end:
-        status = end.code
-    end_process(settings, status)
-
-
-def end_process(settings: Settings, status: int) -> None:
-    if status == ORPHANED:  # no other process is left to do it
-        shutil.rmtree(settings.folder, ignore_errors=True)
-    leave(status)
-
-
-def end_all_the_same(settings: Settings, lost) -> None:
-    """A signal may come where Python lets no exception out, for example at the end of an import."""
-    if isinstance(lost.exc_value, SystemExit):
-        end_process(settings, lost.exc_value.code)
-    sys.__unraisablehook__(lost)
-
-
-def end_once(number: int, _frame) -> None:
-    """What has to be cleaned up on the way out is not interrupted again: of a process that dies each thread sends a SIGHUP."""
-    for each in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
-    sys.exit(ORPHANED if number == signal.SIGHUP else 0)
-
-
-@contextmanager
-def last_words(settings: Settings) -> Iterator[None]:
-    """An error is sent to the API server and ends the process: with status 2 if it is the user's, else with 1."""
-    try:
-        yield
-    except Exception as error:
-        status, text = 2, str(error)
-        if not isinstance(error, UserError):
-            traceback.print_exc()
-            status, text = 1, f"{type(error).__name__}: {error}"
-        context = zmq.Context()
-        with push_socket(context, settings.folder, API) as socket:
-            send(socket, Failed([], status, text, settings.name))
-        context.term()
-        leave(status)

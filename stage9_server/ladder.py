@@ -19,8 +19,8 @@ from common.config import EngineConfig, UserError
 from common.device import resolve_device
 from stage1_naive.generate import generate
 from stage2_req.params import SamplingParams
-from stage9_server import launch
 from stage9_server import load as offered
+from stage9_server import local_server
 from stage9_server.client import completions
 
 NAMES = {1: "naive", 2: "req", 3: "kvcache", 4: "batch", 5: "paged", 6: "cudagraph", 7: "radix", 8: "tp", 9: "server"}
@@ -30,7 +30,7 @@ Timing = tuple[float, float, int]  # of a request: seconds to the first token, t
 
 
 def main() -> None:
-    parser = cli.parser(__doc__, *(flag for flag in launch.ENGINE_FLAGS if flag not in (*cli.COMMON, "tp")))
+    parser = cli.parser(__doc__, *(flag for flag in local_server.ENGINE_FLAGS if flag not in (*cli.COMMON, "tp")))
     parser.add_argument("--scale", type=float, default=0.06, help="of the offline workload (default: %(default)s)")
     parser.add_argument(
         "--few", type=int, default=2, help="requests that the stages without batches run (default: %(default)s)"
@@ -112,7 +112,7 @@ def summary(timings: list[Timing], requests: int, in_line: bool) -> tuple[float,
 
 def server(args, items: list[workload.Item]) -> tuple[float, float]:
     """Stage 9: the same requests as streams of the running server."""
-    with launch.running(*launch.as_flags(args), "--port", "0") as running:
+    with local_server.running(*local_server.as_flags(args), "--port", "0") as running:
         target = offered.Server(running.url)
         for salt in ("warm", "counts"):
             path, bodies = completions(args.model, items, 0.0, cache_salt=salt)

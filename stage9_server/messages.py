@@ -2,8 +2,9 @@
 
     API server -> tokenizer -> scheduler -> detokenizer -> API server
 
-and two short cuts: a process that wants a request to end sends Abort to the scheduler, and one that can't serve a request
-sends Failed to the API server. A uid is one sequence, given out by the API server; a call with n > 1 has n of them.
+That is one message per process on the way to a sequence's first token, and two per step after it. Besides, whoever wants a
+sequence to end tells the scheduler, and whoever can't serve one sends Failed to the API server. A uid is one sequence, given
+out by the API server; a call with n > 1 has n of them.
 """
 
 from typing import Any
@@ -14,6 +15,19 @@ from msgspec import Struct
 from stage7_radix.params import RequestParams
 
 
+class TextOptions(Struct, frozen=True):
+    """How a sequence's tokens become its text. Made by the API server, used by the detokenizer."""
+
+    stop: list[str] = []  # strings
+    min_tokens: int = 0  # before which they are not looked for
+    include_stop: bool = False  # what ends a text is part of it: the stop string, or the end token
+    skip_special: bool = True  # special tokens are not shown
+    continues: bool = False  # the prompt's text goes on: a space in front belongs to it; an answer begins anew
+    echo: bool = False  # the prompt comes first
+    only_prompt: bool = False  # and nothing else: the one token that is generated is dropped
+    thinking: bool | None = None  # does the prompt end inside <think>? None: the template knows none; the tokenizer's
+
+
 class Tokenize(Struct, tag=True):
     """API server -> tokenizer: one call. Exactly one of text, token_ids, messages is given."""
 
@@ -21,12 +35,12 @@ class Tokenize(Struct, tag=True):
     text: str | None = None
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] = {}  # for the chat template, beside the messages
     special: bool = True  # add the model's own start token to text
     params: RequestParams | None = None  # None: only the ids are wanted (Tokenized)
-    stop: list[str] = []
     max_tokens: int | None = None  # None: as many as fit; overrides params
-    echo: bool = False
-    max_len: int = 0  # what the engine has room for, prompt and output together; the hub fills it in
+    max_len: int = 0  # what the engine has room for, prompt and output together
+    options: TextOptions = TextOptions()
 
 
 class Detokenize(Struct, tag=True):
@@ -52,27 +66,29 @@ class Generate(Struct, tag=True):
     uids: list[int]
     prompt_ids: list[int]
     params: RequestParams
-    stop: list[str] = []
-    echo: bool = False
-    continues: bool = False  # the prompt's text goes on: a space in front belongs to it; an answer begins anew
+    options: TextOptions = TextOptions()
 
 
 class Abort(Struct, tag=True):
-    """API server or detokenizer -> scheduler: the rest of these is not wanted any more.
-    API server -> tokenizer, scheduler -> detokenizer: forget them.
-    """
+    """API server -> scheduler, tokenizer: these are not wanted any more. Scheduler -> detokenizer: forget them."""
 
     uids: list[int]
 
 
-class Started(Struct, tag=True):
-    """Scheduler -> detokenizer: a sequence is in the engine; its tokens follow."""
+class Stopped(Struct, tag=True):
+    """Detokenizer -> scheduler: these have ended, by a stop string, of which the engine knows nothing."""
+
+    uids: list[int]
+
+
+class Started(Struct):
+    """What the detokenizer has to know of a sequence; comes with its first token."""
 
     uid: int
     prompt_tokens: int
-    stop: list[str]
-    echo_ids: list[int]  # the prompt, if it is part of the answer
-    continues: bool = False
+    options: TextOptions = TextOptions()
+    echo_ids: list[int] = []  # the prompt, if it is part of the answer
+    queue_seconds: float | None = None  # from its arrival at the engine to its admission
 
 
 class Token(Struct, array_like=True):
@@ -84,34 +100,35 @@ class Token(Struct, array_like=True):
     cached_tokens: int  # positions of the prompt that came from the prefix cache
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] = []
+    prompt_logprobs: list[tuple[float, list[tuple[int, float]]] | None] = []  # with the first, where asked for
 
 
 class Tokens(Struct, tag=True):
-    """Scheduler -> detokenizer: all that one step sampled."""
+    """Scheduler -> detokenizer: all that one step sampled, and the sequences whose first token is among it."""
 
     tokens: list[Token]
+    started: list[Started] = []
 
 
 class TokenLogprob(Struct, array_like=True):
     text: str
-    logprob: float
+    logprob: float | None  # None: of a prompt's first token, before which there is nothing
     data: bytes  # the token's bytes
     shown: bool = True  # they are part of the text; those of special tokens are not
 
 
 class Piece(Struct, array_like=True):
-    """What became certain of one sequence's text. May be empty text, with tokens that are part of a later character.
-
-    The first of a sequence has no tokens: it means that the engine has accepted the request.
-    """
+    """What became certain of one sequence's text. May be empty text, with tokens that are part of a later character."""
 
     uid: int
     text: str
-    num_tokens: int  # new ones, for usage
+    token_ids: list[int]  # new ones
     finish_reason: str | None  # stop | length | abort; set with the last piece
     prompt_tokens: int
     cached_tokens: int
     logprobs: list[tuple[TokenLogprob, list[TokenLogprob]]] = []  # the chosen token, and the likeliest ones
+    thinking: bool | None = None  # TextOptions.thinking
+    queue_seconds: float | None = None  # with the first
 
 
 class Pieces(Struct, tag=True):
@@ -135,14 +152,14 @@ class EngineStats(Struct, tag=True):
     running: int
     waiting: int
     usage: float  # of the KV pool, 0 to 1
-    pages_free: int
-    pages_total: int
+    free_pages: int
+    num_pages: int
     steps: int
     computed_tokens: int
     output_tokens: int
     retracted: int
-    cache_hit_tokens: int
-    cache_lookup_tokens: int
+    hit_tokens: int  # of prompts, found in the prefix cache
+    prompt_tokens: int  # that were looked for there
 
 
 class Ready(Struct, tag=True):
@@ -153,19 +170,26 @@ class Ready(Struct, tag=True):
     info: dict[str, Any] = {}
 
 
+def merged(pieces: list[Piece]) -> list[Piece]:
+    """One piece for each sequence: what has come together is handed on together."""
+    groups: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.uid, []).append(piece)
+    return [same[0] if len(same) == 1 else joined(same) for same in groups.values()]
+
+
+def joined(pieces: list[Piece]) -> Piece:
+    return msgspec.structs.replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token for piece in pieces for token in piece.token_ids],
+        logprobs=[entry for piece in pieces for entry in piece.logprobs],
+        queue_seconds=pieces[0].queue_seconds,
+    )
+
+
 Message = (
-    Tokenize
-    | Detokenize
-    | Tokenized
-    | Detokenized
-    | Generate
-    | Abort
-    | Started
-    | Tokens
-    | Pieces
-    | Failed
-    | EngineStats
-    | Ready
-)
+    Tokenize | Detokenize | Tokenized | Detokenized | Generate | Abort | Stopped | Tokens | Pieces | Failed | EngineStats | Ready
+)  # fmt: skip
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common import cli, report
 from common.config import UserError
-from stage9_server import launch, load
+from stage9_server import load, local_server
 
 GROUPS, STREAMS, MAX_TOKENS, SINGLE = 4, 32, 32, 5
 TEACHERS = ("a geographer", "a physicist", "a musician", "a cook")
@@ -25,11 +25,11 @@ SHOWN = ("prompt_tokens", "cached_tokens", "output_tokens", "steps", "computed_t
 
 
 def main() -> None:
-    parser = cli.parser(__doc__, *(flag for flag in launch.ENGINE_FLAGS if flag not in cli.COMMON))
+    parser = cli.parser(__doc__, *(flag for flag in local_server.ENGINE_FLAGS if flag not in cli.COMMON))
     args = parser.parse_args()
     report.heading("Four kinds of process")
     start = time.perf_counter()
-    with launch.running(*launch.as_flags(args), "--port", "0") as server:
+    with local_server.running(*local_server.as_flags(args), "--port", "0") as server:
         data = {"seconds to start": round(time.perf_counter() - start, 1)}
         for line in server.lines:
             report.say(line)
@@ -123,7 +123,7 @@ def disconnect(client: OpenAI, model: str, url: str) -> list:
     return rows
 
 
-def stopped(server: launch.Running, seconds: float) -> dict:
+def stopped(server: local_server.Running, seconds: float) -> dict:
     pids = [int(pid) for line in server.lines for pid in re.findall(r"process (\d+)", line)]
     alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
     result = {"seconds": round(seconds, 2), "exit status": server.process.returncode, "processes left": len(alive)}

@@ -1,7 +1,7 @@
 """The process of the engine. Its loop never waits for another process while there is something to compute."""
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from common.config import UserError
@@ -12,8 +12,9 @@ from stage8_tp.build import build_rank
 from stage8_tp.engine import TPEngine
 from stage8_tp.launch import run_ranks
 from stage8_tp.ranks import Alone, Ranks
-from stage9_server.ipc import API, DETOKENIZER, Settings, Worker, last_words, run_worker
-from stage9_server.messages import Abort, EngineStats, Failed, Generate, Message, Started, Token, Tokens
+from stage9_server.guard.process import last_words, run_worker
+from stage9_server.ipc import API, DETOKENIZER, Settings, Worker
+from stage9_server.messages import Abort, EngineStats, Failed, Generate, Message, Started, Stopped, Token, Tokens
 
 STATS_INTERVAL = 1.0  # seconds
 MAX_EARLY = 1 << 16  # uids
@@ -24,12 +25,22 @@ class Scheduling:
 
     def __init__(self, engine: Engine | TPEngine, max_queue: int):
         self.engine, self.max_queue = engine, max_queue
-        self.live: set[int] = set()  # uids in the engine
+        self.live: dict[int, Started | None] = {}  # uids in the engine -> what the detokenizer still has to learn
         self.early: dict[int, None] = {}  # aborted before they came; the oldest first
 
-    def handle(self, message: Generate | Abort) -> list[tuple[str, Message]]:
+    def handle(self, message: Generate | Abort | Stopped) -> list[tuple[str, Message]]:
         """[(receiver, message)]"""
-        return self.abort(message) if isinstance(message, Abort) else self.add(message)
+        if isinstance(message, Generate):
+            return self.add(message)
+        for uid in message.uids:
+            if uid in self.live:
+                del self.live[uid]
+                self.engine.abort(uid)
+            elif isinstance(message, Abort):  # on its way, or done
+                self.early[uid] = None
+                if len(self.early) > MAX_EARLY:
+                    del self.early[next(iter(self.early))]
+        return [(DETOKENIZER, message)] if isinstance(message, Abort) else []
 
     def add(self, call: Generate) -> list[tuple[str, Message]]:
         uids = [uid for uid in call.uids if uid not in self.early]
@@ -42,60 +53,43 @@ class Scheduling:
         # requests that can run at once don't wait, and one call alone fits always
         if queue > max(self.max_queue, len(uids)):
             return [(API, Failed(uids, 503, f"the queue is full ({self.max_queue} requests); try again later"))]
-        result, seed = [], call.params.seed
+        seed, echo = call.params.seed, call.prompt_ids if call.options.echo else []
         for i, uid in enumerate(uids):
             params = call.params if seed is None else replace(call.params, seed=seed + i)
             try:
                 self.engine.add(call.prompt_ids, params, uid)
             except UserError as error:  # it refuses the first of a call, or none
                 return [(API, Failed(uids, 400, str(error)))]
-            self.live.add(uid)
-            echo = call.prompt_ids if call.echo else []
-            result.append((DETOKENIZER, Started(uid, len(call.prompt_ids), call.stop, echo, call.continues)))
-        return result
-
-    def abort(self, message: Abort) -> list[tuple[str, Message]]:
-        for uid in message.uids:
-            if uid in self.live:
-                self.live.remove(uid)
-                self.engine.abort(uid)
-            else:  # on its way, or done
-                self.early[uid] = None
-                if len(self.early) > MAX_EARLY:
-                    del self.early[next(iter(self.early))]
-        return [(DETOKENIZER, message)]
+            self.live[uid] = Started(uid, len(call.prompt_ids), call.options, echo)
+        return []
 
     def step(self) -> Tokens:
-        tokens = [self.token(output) for output in self.engine.step()]
-        self.live.difference_update(token.uid for token in tokens if token.finish_reason)
-        return Tokens(tokens)
+        tokens, started = [], []
+        for output in self.engine.step():
+            tokens.append(self.token(output))
+            if first := self.live[output.uid]:
+                first.queue_seconds = output.req.admitted_at - output.req.arrived_at
+                started.append(first)
+            self.live[output.uid] = None
+            if output.finish_reason:
+                del self.live[output.uid]
+        return Tokens(tokens, started)
 
     @staticmethod
     def token(output: Output) -> Token:
         cached, logprobs = output.req.cached_tokens or 0, output.logprobs or (None, [])
         output.req.logprobs.clear()  # only engine.generate returns what is collected there
-        return Token(output.uid, output.token_id, output.finish_reason, cached, *logprobs)
+        return Token(output.uid, output.token_id, output.finish_reason, cached, *logprobs, output.prompt_logprobs or [])
 
     def stats(self) -> EngineStats:
-        s = self.engine.stats()
-        return EngineStats(
-            running=s.running,
-            waiting=s.waiting,
-            usage=s.usage,
-            pages_free=s.free_pages,
-            pages_total=s.num_pages,
-            steps=s.steps,
-            computed_tokens=s.computed_tokens,
-            output_tokens=s.output_tokens,
-            retracted=s.retracted,
-            cache_hit_tokens=s.hit_tokens,
-            cache_lookup_tokens=s.prompt_tokens,
-        )
+        stats = self.engine.stats()
+        return EngineStats(*(getattr(stats, name) for name in EngineStats.__struct_fields__))
 
 
 def serve(engine: Engine | TPEngine, worker: Worker) -> None:
     scheduling = Scheduling(engine, worker.settings.max_queue)
-    worker.ready(max_len=engine.cache.max_len, vocab_size=engine.model.vocab_size, device=str(engine.device))
+    facts = {"max_len": engine.cache.max_len, "vocab_size": engine.model.vocab_size, "device": str(engine.device)}
+    worker.ready(model=worker.settings.engine.model, engine=asdict(worker.settings.engine), **facts)
     reported, busy, checked = 0.0, True, True
     while True:
         messages = worker.receive(wait=not busy)

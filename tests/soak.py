@@ -23,7 +23,8 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from stage9_server import launch
+from stage9_server import local_server
+from stage9_server.guard import restarts
 from tests.conftest import make_text_checkpoint
 
 CLIENTS, CLIENT_SECONDS, PATIENCE = 24, 4.0, 120.0
@@ -147,10 +148,10 @@ class Clients:
 class Killer:
     """Kills workers, no more often than the server puts up with."""
 
-    def __init__(self, server: launch.Running, seconds: float, rng: random.Random, report: Report):
+    def __init__(self, server: local_server.Running, seconds: float, rng: random.Random, report: Report):
         self.server, self.report = server, report
         self.every = {
-            name: max(seconds / 3, 1.1 * launch.RESTART_WINDOW / launch.RESTARTS[name.split("-")[0]])
+            name: max(seconds / 3, 1.1 * restarts.RESTART_WINDOW / restarts.RESTARTS[name.split("-")[0]])
             for name in workers(server)
         }
         start = time.monotonic()
@@ -166,7 +167,7 @@ class Killer:
             await asyncio.sleep(0.1)
 
 
-def workers(server: launch.Running) -> dict[str, int]:
+def workers(server: local_server.Running) -> dict[str, int]:
     """Process ids by name; of the latest of each."""
     ready = [line.split() for line in list(server.lines) if " is ready (process " in line]
     return {words[0]: int(words[-1].rstrip(")")) for words in ready}
@@ -174,25 +175,25 @@ def workers(server: launch.Running) -> dict[str, int]:
 
 def metrics(url: str) -> dict[str, float]:
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=PATIENCE).text)
-    return {s.name: s.value for family in families for s in family.samples if not s.labels}
+    return {s.name: s.value for family in families for s in family.samples if s.labels.keys() == {"model_name"}}
 
 
-def pause(server: launch.Running, report: Report, temp: Path) -> None:
+def pause(server: local_server.Running, report: Report, temp: Path) -> None:
     """Wait until nothing is under way, and write down what there is."""
     end, found = time.monotonic() + PATIENCE, {}
     while time.monotonic() < end:
         healthy = httpx.get(f"{server.url}/health", timeout=PATIENCE).status_code == 200
         found = metrics(server.url)
-        running = [found.get(f"sglang_{name}", 1) for name in ("running_requests", "waiting_requests")]
+        running = [found.get(f"sglang:{name}", 1) for name in ("num_running_reqs", "num_queue_reqs")]
         healthy &= all(psutil.pid_exists(pid) for pid in workers(server).values())  # each of them, and not just enough
-        if healthy and not any([*running, found["sglang_sequences_in_flight"]]):
+        if healthy and not any([*running, found["sglang:sequences_in_flight"]]):
             break
         time.sleep(0.1)
     else:
         report.faults.append(f"something is still under way after {PATIENCE:g} s: {found}")
     time.sleep(1.2)  # the scheduler reports once a second; connections that were given up are closed
     found = metrics(server.url)
-    if found.get("sglang_pages_free") != found.get("sglang_pages"):
+    if found.get("sglang:pages_free") != found.get("sglang:pages"):
         report.faults.append(f"pages are lost: {found}")
     for name, pid in {"api": server.process.pid, **workers(server)}.items():
         process = psutil.Process(pid)
@@ -227,14 +228,14 @@ def soak(model: Path, seconds: float, seed: int = 0) -> Report:
     flags = [f"--{name}={value}" for name, value in {"model": model, **FLAGS}.items()]
     rounds = max(3, round(seconds / 20))
 
-    async def load(server: launch.Running) -> None:
+    async def load(server: local_server.Running) -> None:
         killer = Killer(server, seconds, rng, report)
         for _ in range(rounds):
             await Clients(server.url, str(model), rng, report).run(seconds / rounds, killer)
             await asyncio.to_thread(pause, server, report, temp)
 
     try:
-        with launch.running(*flags) as server:
+        with local_server.running(*flags) as server:
             asyncio.run(load(server))
             server.process.send_signal(signal.SIGTERM)
             status = server.process.wait(30)

@@ -14,6 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from common.config import UserError
 from common.tokenizer import GPT2_BYTES, IncrementalDecoder, Tokenizer
+from stage9_server.messages import TextOptions
 from stage9_server.text import TextStream
 
 TEXTS = [
@@ -124,10 +125,10 @@ def test_a_piece_costs_the_same_however_long_the_text_is(tokenizer):
     asked = []
 
     class Counting:
-        def token_bytes(self, token, first=False):
+        def token_bytes(self, token, skip_special=True, first=False):
             if not first:
                 asked.append(token)
-            return tokenizer.token_bytes(token, first=first)
+            return tokenizer.token_bytes(token, skip_special=skip_special, first=first)
 
     ids = tokenizer.encode("All work and no play makes Jack a dull boy. " * 20)
     assert "".join(pieces(Counting(), ids)[0]) == tokenizer.decode(ids)
@@ -163,9 +164,9 @@ def byte_fallback(tmp_path_factory):
 
 def test_a_text_that_goes_on_keeps_its_space(byte_fallback):
     token = byte_fallback.hf.convert_tokens_to_ids("▁a")
-    assert TextStream(byte_fallback, [], []).push(token) == ("a", False)
-    assert TextStream(byte_fallback, [], [], continues=True).push(token) == (" a", False)
-    echoed = TextStream(byte_fallback, [], [token], continues=True)
+    assert TextStream(byte_fallback, TextOptions(), []).push(token) == ("a", False)
+    assert TextStream(byte_fallback, TextOptions(continues=True), []).push(token) == (" a", False)
+    echoed = TextStream(byte_fallback, TextOptions(continues=True), [token])
     assert echoed.echo + echoed.push(token)[0] == "a a"
 
 
@@ -246,9 +247,9 @@ def test_any_tokens_of_a_metaspace_tokenizer(metaspaces, scheme, ids):
 
 def test_a_text_that_goes_on_keeps_every_mark(metaspaces):
     double, inner = (metaspaces["first"].hf.convert_tokens_to_ids(word) for word in ("▁▁", "b▁c"))
-    assert TextStream(metaspaces["first"], [], []).push(inner) == ("bc", False)
-    assert TextStream(metaspaces["first"], [], [], continues=True).push(inner) == ("b c", False)
-    assert TextStream(metaspaces["first"], [], [], continues=True).push(double) == ("  ", False)
+    assert TextStream(metaspaces["first"], TextOptions(), []).push(inner) == ("bc", False)
+    assert TextStream(metaspaces["first"], TextOptions(continues=True), []).push(inner) == ("b c", False)
+    assert TextStream(metaspaces["first"], TextOptions(continues=True), []).push(double) == ("  ", False)
 
 
 # --- start tokens ---

@@ -13,18 +13,32 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion, completion_create_params
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import completion_create_params as chat_create_params
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
 
-from stage9_server import client, launch, load, protocol
-from stage9_server.api_server import ROUTES, ApiSettings, create_app
+from stage9_server import client, load, local_server
+from stage9_server.guard.guard import LOOPBACK, Guard, Limits
 from stage9_server.hub import RequestFailed
-from stage9_server.messages import EngineStats, Piece, TokenLogprob
-from stage9_server.metrics import ITL_BUCKETS, Metrics
+from stage9_server.messages import (
+    Detokenize,
+    Detokenized,
+    EngineStats,
+    Piece,
+    TextOptions,
+    Tokenized,
+    TokenLogprob,
+    merged,
+)
+from stage9_server.observe.metrics import ITL_BUCKETS, Metrics, Watch
+from stage9_server.openai_api import answers, requests
+from stage9_server.openai_api.app import create_app
+from stage9_server.openai_api.errors import ApiError, error_body, from_validation
 from stage9_server.scheduler_worker import STATS_INTERVAL
 from tests.conftest import reference
 
@@ -42,7 +56,9 @@ def server(text_checkpoint):
         "model": text_checkpoint.path, "port": 0, "device": "cpu", "dtype": "float32", "max-model-len": MAX_LEN,
         "page-size": PAGE, "max-concurrent": MAX_CONCURRENT, "max-body-bytes": MAX_BODY,
     }  # fmt: skip
-    with launch.running(*(str(word) for flag, value in flags.items() for word in (f"--{flag}", value))) as running:
+    with local_server.running(
+        *(str(word) for flag, value in flags.items() for word in (f"--{flag}", value))
+    ) as running:
         yield running
 
 
@@ -76,10 +92,10 @@ def complete(api, model):
 
 
 def numbers(url: str) -> dict[str, float]:
-    """The metrics without labels, by name."""
+    """The metrics that have only the label of the model, by name."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
-    return {s.name: s.value for family in families for s in family.samples if not s.labels}
+    return {s.name: s.value for family in families for s in family.samples if s.labels.keys() == {"model_name"}}
 
 
 def wait_until_idle(url: str) -> dict[str, float]:
@@ -88,8 +104,8 @@ def wait_until_idle(url: str) -> dict[str, float]:
     end = time.monotonic() + 100
     while time.monotonic() < end:
         found = numbers(url)
-        idle = found["sglang_sequences_in_flight"] == 0 and found.get("sglang_running_requests") == 0
-        if idle and found["sglang_pages_free"] == found["sglang_pages"]:
+        idle = found["sglang:sequences_in_flight"] == 0 and found.get("sglang:num_running_reqs") == 0
+        if idle and found["sglang:pages_free"] == found["sglang:pages"]:
             return found
         time.sleep(0.02)
     raise AssertionError(found)
@@ -274,6 +290,66 @@ def test_echo(complete):
     )
 
 
+def test_echo_with_logprobs_of_the_prompt(complete, text_checkpoint):
+    """As lm-eval asks for them; also of a prompt that is in the prefix cache already."""
+    prompt = "a prompt long enough for several pages of the cache, " * 2
+    ids = [0, *text_ids(prompt)]
+    with torch.inference_mode():
+        expected = text_checkpoint.hf(torch.tensor([ids])).logits[0].log_softmax(-1)
+    complete(prompt)
+    for fields in ({"max_tokens": 0}, {"max_tokens": 3}, {"max_tokens": 3, "stream": True}, {"max_tokens": 0, "n": 2}):
+        answer = complete(prompt, echo=True, logprobs=1, **fields)
+        chunks = list(answer) if "stream" in fields else [answer]
+        for index in range(fields.get("n", 1)):
+            choices = [c for chunk in chunks for c in chunk.choices if c.index == index]
+            found = {name: [entry for c in choices if c.logprobs for entry in getattr(c.logprobs, name)]
+                     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}  # fmt: skip
+            text = "".join(choice.text for choice in choices)
+            assert text.startswith(prompt) and (text == prompt) == (fields["max_tokens"] == 0)
+            assert len(found["tokens"]) == len(ids) + fields["max_tokens"]
+            assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+            for at in range(1, len(ids)):
+                assert abs(found["token_logprobs"][at] - expected[at - 1, ids[at]].item()) < 1e-3
+                assert max(found["top_logprobs"][at].values()) == pytest.approx(expected[at - 1].max().item(), abs=1e-3)
+                assert text[found["text_offset"][at]] == found["tokens"][at]
+        if "stream" not in fields:
+            assert answer.usage.completion_tokens == fields["max_tokens"] * fields.get("n", 1)
+            assert {choice.finish_reason for choice in answer.choices} == {"length"}
+
+
+def test_min_tokens(complete):
+    end = {"logit_bias": {"1": 100}, "temperature": 1, "seed": 1}
+    assert complete(**end).usage.completion_tokens == 1
+    assert complete(**end, extra_body={"min_tokens": 5}).usage.completion_tokens == 6
+    (a,) = text_ids("a")
+    only = {"logit_bias": {str(a): 100}, "stop": "aa"}
+    assert complete(**only).choices[0].text == ""
+    answer = complete(**only, extra_body={"min_tokens": 5})
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("aaaa", "stop")
+
+
+def test_what_ends_a_text_may_be_part_of_it(complete):
+    (a,) = text_ids("a")
+    for name in ("include_stop_str_in_output", "no_stop_trim"):
+        only = {"logit_bias": {str(a): 100}, "stop": "aa", "extra_body": {name: True}}
+        assert complete(**only).choices[0].text == "aa"
+        assert "".join(c.text for chunk in complete(stream=True, **only) for c in chunk.choices) == "aa"
+    end = {"logit_bias": {"1": 100}}
+    shown = {"skip_special_tokens": False}
+    assert complete(**end, extra_body=shown).choices[0].text == ""
+    assert complete(**end, extra_body=shown | {"include_stop_str_in_output": True}).choices[0].text == "</s>"
+    assert complete(**end, max_tokens=2, extra_body=shown | {"ignore_eos": True}).choices[0].text == "</s></s>"
+    assert complete(**end, max_tokens=2, extra_body={"ignore_eos": True}).choices[0].text == ""
+
+
+def test_usage_in_every_chunk(chat):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(chat(stream=True, stream_options=options, extra_body={"ignore_eos": True}))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 8 and counts[0] >= 1
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[0].usage.prompt_tokens}
+
+
 def test_logprobs_of_a_chat(chat):
     answer = chat(logprobs=True, top_logprobs=3, max_tokens=20)
     entries = answer.choices[0].logprobs.content
@@ -399,9 +475,9 @@ BAD = {
     "a list": (CHAT, b"[]", None),
     "a word": (TEXT, b'"prompt"', None),
     "no UTF-8": (TEXT, b'{"prompt": "\xff"}', None),
-    "half a surrogate pair": (TEXT, b'{"prompt": "\\ud800"}', None),
-    "NaN": (CHAT, b'{"temperature": NaN}', None),
-    "infinity": (CHAT, b'{"temperature": -Infinity}', None),
+    "half a surrogate pair": (TEXT, b'{"model": "%b", "prompt": "\\ud800"}', None),
+    "NaN": (TEXT, b'{"model": "%b", "prompt": "x", "temperature": NaN}', "temperature"),
+    "infinity": (TEXT, b'{"model": "%b", "prompt": "x", "top_p": -Infinity}', "top_p"),
     "too deep": (CHAT, b"[" * 5000, None),
     # of fields
     "no model": (CHAT, {"model": None}, "model"),
@@ -411,13 +487,11 @@ BAD = {
     "messages are text": (CHAT, {"messages": "hello"}, "messages"),
     "a message is text": (CHAT, {"messages": ["hello"]}, "messages.0"),
     "wrong role": (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
-    "a tool's message": (CHAT, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages.0.role"),
     "no role": (CHAT, {"messages": [{"content": "x"}]}, "messages.0.role"),
-    "no content": (CHAT, {"messages": [*HELLO, {"role": "user", "content": None}]}, "messages.1.content"),
+    "no content": (CHAT, {"messages": [*HELLO, {"role": "user", "content": None}]}, "messages.1"),
     "content is a number": (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     "a picture": (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
-    "tool calls": (CHAT, {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "tool_calls"),
-    "unknown in a message": (CHAT, {"messages": [HELLO[0] | {"mood": "good"}]}, "messages.0.mood"),
+    "tool calls": (CHAT, {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.function"),
     "the template fails": (CHAT, {"messages": [{"role": "user", "content": "fail"}]}, None),
     "no prompt": (TEXT, {"prompt": None}, "prompt"),
     "empty prompt list": (TEXT, {"prompt": []}, "prompt"),
@@ -446,7 +520,6 @@ BAD = {
     "max_tokens of 0": (CHAT, {"max_tokens": 0}, "max_tokens"),
     "negative max_tokens": (TEXT, {"max_tokens": -1}, "max_tokens"),
     "max_tokens is a fraction": (TEXT, {"max_tokens": 1.5}, "max_tokens"),
-    "both kinds of max_tokens": (CHAT, {"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
     "presence_penalty": (CHAT, {"presence_penalty": 3}, "presence_penalty"),
     "frequency_penalty": (CHAT, {"frequency_penalty": -3}, "frequency_penalty"),
     "repetition_penalty": (CHAT, {"repetition_penalty": 0}, "repetition_penalty"),
@@ -467,20 +540,19 @@ BAD = {
     "too many top_logprobs": (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     "logprobs of a chat is a number": (CHAT, {"logprobs": 2}, "logprobs"),
     "logprobs of a text is true": (TEXT, {"logprobs": True}, "logprobs"),
-    "echo with logprobs": (TEXT, {"echo": True, "logprobs": 1}, "echo"),
+    "max_tokens of 0 without echo": (TEXT, {"max_tokens": 0, "logprobs": 1}, "max_tokens"),
     "stream is text": (CHAT, {"stream": "yes"}, "stream"),
     "stream_options without stream": (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
-    "unknown stream option": (CHAT, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-    "unknown field": (CHAT, {"temprature": 1}, "temprature"),
-    "a field of the other endpoint": (CHAT, {"echo": True}, "echo"),
     "ids without a list": ("/detokenize", {"tokens": 5}, "tokens"),
     "ids beyond the vocabulary": ("/detokenize", {"tokens": [2**40]}, "tokens.0"),
     "nothing to tokenize": ("/tokenize", {}, "prompt"),
     "two things to tokenize": ("/tokenize", {"prompt": "x", "messages": HELLO}, "prompt"),
     # of OpenAI's fields
     "tools": (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    "tool_choice": (CHAT, {"tool_choice": "auto"}, "tool_choice"),
-    "parallel_tool_calls": (CHAT, {"parallel_tool_calls": False}, "parallel_tool_calls"),
+    "tool_choice": (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    "min_tokens": (CHAT, {"min_tokens": 20, "max_tokens": 10}, None),
+    "a grammar": (TEXT, {"guided_regex": "a+"}, "guided_regex"),
+    "beam search": (TEXT, {"use_beam_search": True}, "use_beam_search"),
     "functions": (CHAT, {"functions": [{}]}, "functions"),
     "function_call": (CHAT, {"function_call": {"name": "f"}}, "function_call"),
     "JSON answers": (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
@@ -525,58 +597,67 @@ def test_bad_requests_leave_nothing_behind(server, chat):
 @given(st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
-        st.sampled_from([*protocol.ChatRequest.model_fields, *protocol.CompletionRequest.model_fields, "role", "content", "type"])
+        st.sampled_from([*requests.ChatRequest.model_fields, *requests.CompletionRequest.model_fields, "role", "content", "type"])
         | st.text(max_size=5), inner, max_size=6),
     max_leaves=12,
 ))  # fmt: skip
 def test_whatever_comes_is_a_request_or_an_error_of_the_client(value):
-    body = json.dumps(value).encode()
     for kind in (
-        protocol.ChatRequest,
-        protocol.CompletionRequest,
-        protocol.TokenizeRequest,
-        protocol.DetokenizeRequest,
+        requests.ChatRequest,
+        requests.CompletionRequest,
+        requests.GenerateRequest,
+        requests.TokenizeRequest,
+        requests.DetokenizeRequest,
     ):
         try:
-            request = protocol.parse(kind, body)
-        except protocol.ApiError as error:
-            assert error.status == 400
-            json.loads(error.body())
+            request = checked(kind, json.loads(json.dumps(value)))
+        except ApiError as error:
+            assert error.status_code == 400
+            json.loads(error_body(error))
         else:
-            if kind in (protocol.ChatRequest, protocol.CompletionRequest):
-                assert request.calls(list(range(request.num_sequences)))
+            if issubclass(kind, requests.Sampling):
+                assert request.calls(list(range(request.num_sequences)), 100)
+
+
+def checked(kind: type, value):
+    """As the routes do it."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise from_validation(error.errors()) from error
 
 
 def test_features_that_are_switched_off_may_be_named(chat, complete):
-    off = {name: values[0] for name, values in protocol.REFUSED.items() if values and name != "suffix"}
+    off = {name: value for name, values in requests.NEUTRAL.items() for value in values}
     text = chat().choices[0].message.content
     assert chat(extra_body=off).choices[0].message.content == text
     assert chat(extra_body=dict.fromkeys([*off, "audio", "seed", "stop", "logit_bias", "top_p"])).choices
     assert chat(user="me", metadata={"a": "b"}, store=True, service_tier="flex").choices[0].message.content == text
-    assert complete(suffix="", best_of=2, n=2).choices
+    assert complete(suffix="", best_of=2, n=2, extra_body={"min_tokens": 0, "use_beam_search": False}).choices
+    assert chat(extra_body={"tool_choice": "none", "parallel_tool_calls": False, "stream_reasoning": False}).choices
 
 
 def test_the_table_of_fields_is_whole():
     """Every field that the openai package can send is honoured, ignored or refused; the chapter's table says which."""
     chat_fields = set(chat_create_params.CompletionCreateParamsBase.__annotations__) | {"stream"}
     text_fields = set(completion_create_params.CompletionCreateParamsBase.__annotations__) | {"stream"}
-    honoured = set(protocol.ChatRequest.model_fields), set(protocol.CompletionRequest.model_fields)
-    rest = protocol.IGNORED | protocol.REFUSED.keys()
+    honoured = set(requests.ChatRequest.model_fields), set(requests.CompletionRequest.model_fields)
+    rest = requests.IGNORED | requests.NEUTRAL.keys()
     assert chat_fields - honoured[0] - rest == set()
     assert text_fields - honoured[1] - rest == set()
     assert not (honoured[0] | honoured[1]) & rest
-    chapter = (Path(protocol.__file__).parent / "DEEPER.md").read_text()
+    chapter = (Path(load.__file__).parent / "DEEPER.md").read_text()
     table = re.search(r"^\| Field \|.*\n\|---.*\n((?:\|.*\n)+)", chapter, flags=re.M)[1]
     rows = [row.strip("| ").split(" | ") for row in table.splitlines()]
     told = {kind: {n for row in rows if row[1].startswith(kind) for n in re.findall(r"`(\w+)`", row[0])} for kind in
             ("honoured", "without effect", "refused")}  # fmt: skip
     assert told["honoured"] == (honoured[0] | honoured[1]) - {"best_of"}
-    assert told["without effect"] == protocol.IGNORED
-    assert told["refused"] == protocol.REFUSED.keys() | {"best_of"}
+    assert told["without effect"] == requests.IGNORED
+    assert told["refused"] == requests.NEUTRAL.keys() | {"best_of"}
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [
-    ("GET", "/", 404), ("GET", "/v2/models", 404), ("GET", CHAT, 405), ("POST", "/health", 405), ("GET", "/docs", 404),
+    ("GET", "/v2/models", 404), ("GET", "/redoc", 404), ("GET", CHAT, 405), ("PUT", "/health", 405),
 ])  # fmt: skip
 def test_wrong_addresses(server, method, path, status):
     request = urllib.request.Request(server.url + path, method=method)
@@ -608,7 +689,7 @@ def test_a_body_that_is_too_large(server, model):
 def test_too_many_at_once(server, model, complete):
     with ThreadPoolExecutor(8) as pool:
         busy = [pool.submit(complete, n=16, max_tokens=80, extra_body={"ignore_eos": True}) for _ in range(3)]
-        while numbers(server.url)["sglang_sequences_in_flight"] < 48:
+        while numbers(server.url)["sglang:sequences_in_flight"] < 48:
             time.sleep(0.005)
         status, headers, answer = post(server.url, TEXT, {"model": model, "prompt": "x"})
         assert (status, headers["retry-after"]) == (429, "1")
@@ -641,7 +722,7 @@ def http_request(path: str, body: dict) -> bytes:
 
 @pytest.mark.parametrize("phase", ["head", "body", "sent", "first token", "some tokens", "not streamed", "several"])
 def test_a_client_that_leaves(server, model, phase):
-    tokens = numbers(server.url)["sglang_output_tokens_total"]
+    tokens = numbers(server.url)["sglang:generation_tokens_total"]
     body = {"model": model, "prompt": "hello", "max_tokens": 250, "ignore_eos": True, "stream": phase != "not streamed"}
     if phase == "several":
         body |= {"n": 4, "prompt": ["one", "two", "three"]}
@@ -653,10 +734,10 @@ def test_a_client_that_leaves(server, model, phase):
             while received.count(b"data: ") < (1 if phase == "first token" else 20):
                 received += sock.recv(65536) or pytest.fail(received.decode())
         elif phase == "not streamed":
-            while numbers(server.url)["sglang_sequences_in_flight"] == 0:
+            while numbers(server.url)["sglang:sequences_in_flight"] == 0:
                 time.sleep(0.005)
     found = wait_until_idle(server.url)
-    assert found["sglang_output_tokens_total"] - tokens < 240 * (12 if phase == "several" else 1)
+    assert found["sglang:generation_tokens_total"] - tokens < 240 * (12 if phase == "several" else 1)
 
 
 def test_health_and_metrics(server, model, chat):
@@ -667,19 +748,19 @@ def test_health_and_metrics(server, model, chat):
     list(chat(max_tokens=5, stream=True, extra_body={"ignore_eos": True}))
     after = wait_until_idle(server.url)
     gained = {name: after[name] - before[name] for name in after}
-    assert gained["sglang_prompt_tokens_total"] == 2 * answer.usage.prompt_tokens
-    assert gained["sglang_output_tokens_total"] == 10
-    assert gained["sglang_time_to_first_token_seconds_count"] == 2
-    assert gained["sglang_inter_token_latency_seconds_count"] == 8
-    assert 0 < gained["sglang_time_to_first_token_seconds_sum"] < 60
-    assert gained["sglang_cached_tokens_total"] > 0
-    assert gained["sglang_steps_total"] >= 10
-    assert 0 < after["sglang_cache_hit_rate"] < 1
-    assert 0 <= after["sglang_kv_usage"] <= 1
+    assert gained["sglang:prompt_tokens_total"] == 2 * answer.usage.prompt_tokens
+    assert gained["sglang:generation_tokens_total"] == 10
+    assert gained["sglang:time_to_first_token_seconds_count"] == 2
+    assert gained["sglang:inter_token_latency_seconds_count"] == 8
+    assert 0 < gained["sglang:time_to_first_token_seconds_sum"] < 60
+    assert gained["sglang:cached_tokens_total"] > 0
+    assert gained["sglang:steps_total"] >= 10
+    assert 0 < after["sglang:cache_hit_rate"] < 1
+    assert 0 <= after["sglang:token_usage"] <= 1
     assert (post(server.url, CHAT, {})[0], post(server.url, "/nowhere", {})[0]) == (400, 404)
     with urllib.request.urlopen(f"{server.url}/metrics") as page:
         text = page.read().decode()
-    assert 'sglang_requests_total{endpoint="/v1/chat/completions",status="400"}' in text
+    assert 'sglang:http_requests_total{endpoint="/v1/chat/completions",status="400"}' in text
     assert 'endpoint="other",status="404"' in text
 
 
@@ -748,15 +829,20 @@ class FakeHub:
             elif isinstance(item, Exception):
                 raise item
             else:
-                yield [Piece(calls[0].uids[0], *piece) for piece in item]
+                yield merged([Piece(calls[0].uids[0], *piece) for piece in item])
         self.left_early -= 1
 
+    async def submit(self, message, answers, generates):
+        """To a tokenizer that knows nothing."""
+        uid = message.uids[0]
+        answers.put_nowait(Detokenized(uid, "") if isinstance(message, Detokenize) else Tokenized(uid, []))
 
-ACCEPTED = ("", 0, None, 5, 0)
+    def abort(self, uids):
+        pass
 
 
 def piece(text: str, tokens: int = 1, reason: str | None = None, logprobs=()) -> tuple:
-    return text, tokens, reason, 5, 2, list(logprobs)
+    return text, [7] * tokens, reason, 5, 2, list(logprobs)
 
 
 class Exchange:
@@ -810,7 +896,7 @@ class Exchange:
 
 
 def app_of(hub: FakeHub, **fields):
-    return create_app(hub, ApiSettings("m", **fields))
+    return create_app(hub, ["m"], Guard(Limits(**fields)))
 
 
 def exchange(hub: FakeHub, body: dict | bytes | list, path: str = TEXT, *, settings=None, **options) -> Exchange:
@@ -824,7 +910,7 @@ def chunks_of(found: Exchange) -> list:
 
 
 def test_tokens_that_arrive_together_are_one_event():
-    hub = FakeHub([ACCEPTED], [piece("a"), piece(""), piece("b")], [piece("c"), piece("d", reason="stop")])
+    hub = FakeHub([piece("a"), piece(""), piece("b")], [piece("c"), piece("d", reason="stop")])
     *chunks, done = chunks_of(exchange(hub, {"stream": True}))
     assert [(c["choices"][0]["text"], c["choices"][0]["finish_reason"]) for c in chunks] == [
         ("ab", None), ("cd", None), ("", "stop"),
@@ -834,7 +920,7 @@ def test_tokens_that_arrive_together_are_one_event():
 
 
 def test_a_token_without_text_is_no_event():
-    hub = FakeHub([ACCEPTED], [piece("")], [piece("")], [piece("\u00e9")], [piece("", reason="length")])
+    hub = FakeHub([piece("")], [piece("")], [piece("\u00e9")], [piece("", reason="length")])
     found = exchange(hub, {"stream": True, "stream_options": {"include_usage": True}})
     texts = [chunk["choices"][0]["text"] for chunk in chunks_of(found)[:-2]]
     assert texts == ["\u00e9", ""]
@@ -842,7 +928,7 @@ def test_a_token_without_text_is_no_event():
 
 
 def test_an_answer_that_is_complete_at_once():
-    hub = FakeHub([ACCEPTED, piece("all", reason="stop")])
+    hub = FakeHub([piece("all", reason="stop")])
     assert chunks_of(exchange(hub, {"stream": True}))[-1] == "[DONE]"
     assert json.loads(exchange(hub, {}).body)["choices"][0]["text"] == "all"
 
@@ -857,7 +943,7 @@ def test_a_failure_before_the_first_token_is_a_status(status):
 
 
 def test_a_failure_in_the_middle_is_an_event_and_no_end():
-    hub = FakeHub([ACCEPTED], [piece("a")], 0.01, RequestFailed(503, "the scheduler died"))
+    hub = FakeHub([piece("a")], 0.01, RequestFailed(503, "the scheduler died"))
     found = exchange(hub, {"stream": True})
     first, last = chunks_of(found)
     assert first["choices"][0]["text"] == "a"
@@ -867,14 +953,14 @@ def test_a_failure_in_the_middle_is_an_event_and_no_end():
 
 @pytest.mark.parametrize("leave", [0, 1, 2, 3])
 def test_who_leaves_a_stream_has_it_aborted(leave):
-    hub = FakeHub([ACCEPTED], [piece("a")], [piece("b")], 30.0, [piece("c", reason="stop")])
+    hub = FakeHub([piece("a")], [piece("b")], 30.0, [piece("c", reason="stop")])
     found = exchange(hub, {"stream": True}, leave=leave)
     assert hub.left_early == 1
     assert b"[DONE]" not in found.body
 
 
 def test_who_leaves_before_a_whole_answer_has_it_aborted():
-    hub, body = FakeHub([ACCEPTED], 30.0, [piece("c", reason="stop")]), {}
+    hub, body = FakeHub(30.0, [piece("c", reason="stop")]), {}
     start = time.monotonic()
     assert exchange(hub, body, leave=0).status == 499
     assert hub.left_early == 1
@@ -884,7 +970,7 @@ def test_who_leaves_before_a_whole_answer_has_it_aborted():
 
 def test_who_leaves_while_a_slow_reader_is_written_to():
     """The server hangs in `send`; the client's end must reach it there."""
-    hub = FakeHub([ACCEPTED], [piece("a")], [piece("b")], [piece("c", reason="stop")])
+    hub = FakeHub([piece("a")], [piece("b")], [piece("c", reason="stop")])
     start = time.monotonic()
     exchange(hub, {"stream": True}, leave=2, slow=2.0)
     assert time.monotonic() - start < 3.9
@@ -892,7 +978,7 @@ def test_who_leaves_while_a_slow_reader_is_written_to():
 
 
 def test_a_slow_reader_delays_nobody():
-    hub = FakeHub([ACCEPTED], *([piece("a")] for _ in range(20)), [piece("b", reason="stop")])
+    hub = FakeHub(*([piece("a")] for _ in range(20)), [piece("b", reason="stop")])
 
     async def both():
         app = app_of(hub)
@@ -907,7 +993,7 @@ def test_a_slow_reader_delays_nobody():
 
 
 def test_what_the_hub_is_asked():
-    hub = FakeHub([ACCEPTED, piece("a", reason="stop")])
+    hub = FakeHub([piece("a", reason="stop")])
     fields = {
         "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "seed": -3, "stop": "end",
         "stop_token_ids": [3], "repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": -0.5,
@@ -915,7 +1001,13 @@ def test_what_the_hub_is_asked():
     }  # fmt: skip
     exchange(hub, fields)
     (call,) = hub.calls
-    assert (call.text, call.stop, call.max_tokens, call.echo, len(call.uids)) == ("x", ["end"], 7, False, 1)
+    assert (call.text, call.options, call.max_tokens, len(call.uids)) == (
+        "x",
+        TextOptions(["end"], continues=True),
+        7,
+        1,
+    )
+    assert call.max_len == 100
     expected = fields | {"stop_token_ids": {3}, "logit_bias": {5: -2}}
     for name in fields.keys() - {"max_tokens", "stop"}:
         assert getattr(call.params, name) == expected[name], name
@@ -945,7 +1037,7 @@ def test_the_key():
 
 
 def test_a_body_is_counted_as_it_comes():
-    hub = FakeHub([ACCEPTED, piece("a", reason="stop")])
+    hub = FakeHub([piece("a", reason="stop")])
     parts = [b'{"model": "m", ', b'"prompt": ', b'"x"}']
     assert exchange(hub, parts, settings={"max_body_bytes": len(b"".join(parts))}).status == 200
     for limit in (len(b"".join(parts)) - 1, 5):
@@ -985,18 +1077,19 @@ def test_every_answer_is_counted_under_its_route():
         ("/v1/models/{model:path}", 404),
         ("other", 404),
     ):
-        assert f'sglang_requests_total{{endpoint="{route}",status="{status}"}} 1.0' in page
+        assert f'sglang:http_requests_total{{endpoint="{route}",status="{status}"}} 1.0' in page
 
 
 def test_tokens_that_come_together_share_the_time():
-    metrics, told = Metrics(lambda: None), {7: None, 8: None}
-    metrics.count([Piece(7, "a", 1, None, 5, 0)] * 2 + [Piece(8, "", 0, None, 5, 0)], told, 0.0)
+    metrics = Metrics("m", lambda: None)
+    watch = Watch(metrics, "id", [7, 8], 1)
+    watch.count([Piece(7, "aa", [1, 1], None, 5, 0), Piece(8, "", [], None, 5, 0)])
     assert (sum(metrics.ttft.counts), metrics.itl.counts[0]) == (1, 1)
-    told[7] -= 0.3  # seconds since the last one
-    metrics.count([Piece(7, "b", 1, None, 5, 0)] * 30, told, 0.0)
+    watch.told_at[7] -= 0.3  # seconds since the last one
+    watch.count([Piece(7, "b" * 30, [1] * 30, None, 5, 0)])
     assert metrics.output_tokens == 32 and sum(metrics.ttft.counts) == 1
     assert sum(metrics.itl.counts) == 31 and metrics.itl.counts[ITL_BUCKETS.index(0.02)] == 30
-    assert told[8] is None
+    assert 8 not in watch.told_at
 
 
 @pytest.mark.parametrize(("host", "settings", "status"), [
@@ -1007,8 +1100,8 @@ def test_tokens_that_come_together_share_the_time():
 ])  # fmt: skip
 def test_a_page_that_calls_itself_127_0_0_1_gets_no_answer(host, settings, status):
     headers = [(b"host", host), (b"authorization", b"Bearer k")]
-    settings = {"hosts": launch.LOOPBACK} | settings
-    found = exchange(FakeHub([ACCEPTED, piece("a", reason="stop")]), {}, headers=headers, settings=settings)
+    settings = {"hosts": LOOPBACK} | settings
+    found = exchange(FakeHub([piece("a", reason="stop")]), {}, headers=headers, settings=settings)
     assert found.status == status
     assert exchange(FakeHub(), b"", "/health", method="GET", headers=headers, settings=settings).status == 200
 
@@ -1026,19 +1119,20 @@ def test_a_wrong_method_is_told_the_right_one():
 def test_metrics_before_and_after_the_scheduler_has_spoken():
     hub = FakeHub()
     page = exchange(hub, b"", "/metrics", method="GET").body.decode()
-    assert "sglang_steps" not in page and "sglang_requests" in page
+    assert "sglang:steps" not in page and "sglang:http_requests" in page
     hub.stats = EngineStats(1, 2, 0.5, 30, 60, 7, 8, 9, 10, 11, 22)
     page = exchange(hub, b"", "/metrics", method="GET").body.decode()
-    values = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples if not s.labels}
+    samples = [s for f in text_string_to_metric_families(page) for s in f.samples]
+    values = {s.name: s.value for s in samples if s.labels == {"model_name": "m"}}
     expected = {
-        "running_requests": 1, "waiting_requests": 2, "kv_usage": 0.5, "pages_free": 30, "pages": 60, "steps_total": 7,
-        "computed_tokens_total": 8, "retractions_total": 10, "cache_hit_rate": 0.5,
+        "num_running_reqs": 1, "num_queue_reqs": 2, "token_usage": 0.5, "pages_free": 30, "pages": 60, "steps_total": 7,
+        "computed_tokens_total": 8, "num_retracted_requests_total": 10, "cache_hit_rate": 0.5,
     }  # fmt: skip
-    assert {name: values[f"sglang_{name}"] for name in expected} == expected
+    assert {name: values[f"sglang:{name}"] for name in expected} == expected
 
 
 def test_two_apps_share_nothing():
-    hub = FakeHub([ACCEPTED, piece("a", reason="stop")])
+    hub = FakeHub([piece("a", reason="stop")])
 
     async def three():
         one, two = app_of(hub), app_of(hub)
@@ -1046,24 +1140,25 @@ def test_two_apps_share_nothing():
         return [(await Exchange("/metrics", b"", method="GET")(app)).body.decode() for app in (one, two)]
 
     one, two = asyncio.run(three())
-    assert "sglang_output_tokens_total 1.0" in one
-    assert "sglang_output_tokens_total 0.0" in two
+    assert 'sglang:generation_tokens_total{model_name="m"} 1.0' in one
+    assert 'sglang:generation_tokens_total{model_name="m"} 0.0' in two
 
 
 def test_the_routes_are_those_of_the_chapter():
-    chapter = (Path(protocol.__file__).parent / "DEEPER.md").read_text()
-    assert [path for path in ROUTES if "{" not in path and f"`{path}`" not in chapter] == []
+    chapter = (Path(load.__file__).parent / "DEEPER.md").read_text()
+    paths = app_of(FakeHub()).openapi()["paths"]
+    assert [path for path in paths if "{" not in path and f"`{path}`" not in chapter] == []
 
 
 # --- the load generator -----------------------------------------------------------------------------------------
 
 
 def test_text_offsets_of_split_and_broken_characters():
-    choice = protocol.Choice(0)
+    choice = answers.Choice(0)
     data = [b"a", b"\xf0\x9f", b"\x98\x80", b"b", b"\xff", b"c", b"\xe4\xbd\xa0x"]
     tokens = [TokenLogprob("", 0.0, piece) for piece in data]
     assert [choice.offset(token) for token in tokens] == [0, 1, 1, 2, 3, 4, 5]
-    assert [protocol.token_name(TokenLogprob(d.decode(errors="replace"), 0.0, d)) for d in data[:3]] == [
+    assert [answers.token_name(TokenLogprob(d.decode(errors="replace"), 0.0, d)) for d in data[:3]] == [
         "a", "bytes:\\xf0\\x9f", "bytes:\\x98\\x80",
     ]  # fmt: skip
     special = TokenLogprob("</s>", 0.0, b"</s>", shown=False)

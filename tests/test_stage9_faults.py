@@ -21,13 +21,19 @@ import httpx
 import msgspec
 import pytest
 
+from common import cli
 from common.config import EngineConfig, UserError
 from common.tokenizer import load_tokenizer
 from stage7_radix.params import RequestParams
-from stage9_server import launch
-from stage9_server.hub import Hub, RequestFailed
+from stage9_server import launch, local_server
+from stage9_server.cli import parser
+from stage9_server.guard import restarts
+from stage9_server.guard.restarts import RestartingHub as Hub
+from stage9_server.guard.restarts import Supervisor
+from stage9_server.hub import RequestFailed
 from stage9_server.ipc import API, DETOKENIZER, ORPHANED, SCHEDULER, Settings, push_socket, send
-from stage9_server.messages import Piece, Ready, Tokenize
+from stage9_server.messages import Piece, Ready, TextOptions, Tokenize
+from stage9_server.workers import WorkerFailed
 
 PATIENCE = 100  # seconds after which a test that waits for something fails
 
@@ -37,7 +43,7 @@ class Stack:
 
     def __init__(self, *flags: str):
         self.folder = tempfile.mkdtemp(prefix="t-")
-        self.args = launch.parser().parse_args(flags)
+        self.args = parser("").parse_args(flags)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
@@ -45,11 +51,11 @@ class Stack:
 
     async def open(self) -> None:
         self.hub = Hub(self.folder, self.args.tokenizers)
-        self.supervisor = launch.Supervisor(self.hub, self.folder, self.args)
+        self.supervisor = Supervisor(self.hub, self.folder, cli.config(self.args), self.args.max_queue)
         self.tasks = [
-            asyncio.ensure_future(task) for task in (self.hub.run(), *map(self.supervisor.keep, self.hub.workers))
+            asyncio.ensure_future(task) for task in (self.hub.run(), *map(self.supervisor.keep, self.hub.names))
         ]
-        await launch.all_up(self.hub)
+        await self.supervisor.all_up()
 
     def do(self, coroutine, wait: bool = True):
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(coroutine, PATIENCE), self.loop)
@@ -80,7 +86,7 @@ class Stack:
             await asyncio.sleep(0.01)
 
     async def up(self, name: str) -> None:
-        await self.until(lambda: self.hub.workers[name].up)
+        await self.until(lambda: name in self.hub.up)
 
     async def idle(self):
         """The scheduler's numbers, once they say that nothing runs; they come when it becomes idle, or a second later."""
@@ -106,7 +112,14 @@ def stack(text_checkpoint):
 
 def ask(hub: Hub, text: str = "hi", n: int = 1, stop: tuple = (), **params) -> Tokenize:
     params = RequestParams(**{"max_tokens": 8, "ignore_eos": True} | params)
-    return Tokenize(hub.new_uids(n), text=text, params=params, stop=list(stop), max_tokens=params.max_tokens)
+    return Tokenize(
+        hub.new_uids(n),
+        text=text,
+        params=params,
+        max_tokens=params.max_tokens,
+        max_len=hub.info["max_len"],
+        options=TextOptions(list(stop), continues=True),
+    )
 
 
 async def collect(hub: Hub, call: Tokenize, pieces: list[Piece]) -> None:
@@ -128,7 +141,7 @@ class Load:
         self.tasks = [asyncio.ensure_future(collect(hub, *pair)) for pair in zip(calls, self.pieces, strict=True)]
 
     async def flowing(self) -> "Load":
-        while not all(sum(piece.num_tokens for piece in pieces) > 2 for pieces in self.pieces):
+        while not all(sum(len(piece.token_ids) for piece in pieces) > 2 for pieces in self.pieces):
             assert not any(task.done() for task in self.tasks)
             await asyncio.sleep(0.005)
         return self
@@ -140,9 +153,9 @@ class Load:
 async def works(hub: Hub) -> None:
     pieces = []
     await collect(hub, ask(hub), pieces)
-    assert sum(piece.num_tokens for piece in pieces) == 8
+    assert sum(len(piece.token_ids) for piece in pieces) == 8
     assert [piece.finish_reason for piece in pieces][-1] == "length"
-    assert (pieces[0].num_tokens, pieces[0].prompt_tokens) == (0, 3)
+    assert pieces[0].prompt_tokens == 3
 
 
 def test_an_answer_is_the_decoded_tokens_of_the_engine(stack, text_checkpoint):
@@ -176,8 +189,8 @@ def test_500_requests_with_random_aborts(stack):
             mine = [piece for piece in pieces if piece.uid == uid]
             assert [piece.finish_reason for piece in mine].count(None) == len(mine) - 1
             if mine[-1].finish_reason == "length":
-                assert sum(piece.num_tokens for piece in mine) == call.max_tokens
-            assert not any(stop in text_of(mine) for stop in call.stop)
+                assert sum(len(piece.token_ids) for piece in mine) == call.max_tokens
+            assert not any(stop in text_of(mine) for stop in call.options.stop)
         return "whole"
 
     async def run(hub: Hub) -> list[str]:
@@ -209,7 +222,7 @@ def test_500_requests_with_random_aborts(stack):
     assert results.count("whole") + results.count("left") + len(cancelled) == len(results)
     assert results.count("whole") > 100 and results.count("left") > 20
     stats = stack.do(stack.idle())
-    assert stats.pages_free == stats.pages_total == 256
+    assert stats.free_pages == stats.num_pages == 256
     assert not stack.hub.sequences
 
 
@@ -264,7 +277,7 @@ def test_a_killed_tokenizer_takes_only_its_own_calls_along(stack):
         assert await load.errors() == [None] * 3
         await stack.up(first)
         await works(hub)
-        assert (await stack.idle()).pages_free == 256
+        assert (await stack.idle()).free_pages == 256
 
     stack.do(run(stack.hub))
 
@@ -276,7 +289,7 @@ def test_a_killed_detokenizer_is_replaced(stack):
         errors = await load.errors()
         assert [(error.status, "detokenizer died" in error.message) for error in errors] == [(500, True)] * 4
         task = asyncio.ensure_future(works(hub))  # waits for the new one
-        assert (await stack.idle()).pages_free == 256  # the engine has stopped working for those
+        assert (await stack.idle()).free_pages == 256  # the engine has stopped working for those
         await task
 
     stack.do(run(stack.hub))
@@ -303,7 +316,7 @@ def test_a_killed_scheduler_is_replaced_and_knows_nothing_of_the_old_requests(st
         assert hub.health() is None
         await works(hub)
         stats = await stack.idle()
-        assert (stats.output_tokens, stats.pages_free) == (8, 256)
+        assert (stats.output_tokens, stats.free_pages) == (8, 256)
 
     stack.do(run(stack.hub))
 
@@ -312,13 +325,13 @@ def test_nothing_of_a_dead_worker_counts(stack):
     """A message of another incarnation that says it is ready, and pieces of unknown sequences."""
 
     async def run(hub: Hub):
-        hub.workers[DETOKENIZER].up = False
+        hub.up.discard(DETOKENIZER)
         context = hub.context
         with push_socket(context, stack.folder, API) as socket:
-            send(socket, Ready(DETOKENIZER, hub.workers[DETOKENIZER].incarnation - 1))
+            send(socket, Ready(DETOKENIZER, hub.peers[DETOKENIZER].incarnation - 1))
             await asyncio.sleep(0.2)
-            assert not hub.workers[DETOKENIZER].up
-            send(socket, Ready(DETOKENIZER, hub.workers[DETOKENIZER].incarnation))
+            assert DETOKENIZER not in hub.up
+            send(socket, Ready(DETOKENIZER, hub.peers[DETOKENIZER].incarnation))
             await stack.up(DETOKENIZER)
         await works(hub)
 
@@ -326,24 +339,24 @@ def test_nothing_of_a_dead_worker_counts(stack):
 
 
 def test_a_worker_that_keeps_dying_is_given_up(monkeypatch):
-    monkeypatch.setitem(launch.RESTARTS, SCHEDULER, 2)
+    monkeypatch.setitem(restarts.RESTARTS, SCHEDULER, 2)
     started = []
 
-    class Dying(launch.Supervisor):
-        async def spawn(self, name):
+    class Dying(Supervisor):
+        async def spawn(self, name, incarnation):
             started.append(name)
-            self.hub.workers[name].up = True
+            self.hub.up.add(name)
             return await asyncio.create_subprocess_exec("false", start_new_session=True)
 
     async def run(folder):
         hub = Hub(folder, 1)
         try:
-            await Dying(hub, folder, launch.parser().parse_args([])).keep(SCHEDULER)
+            await Dying(hub, folder, EngineConfig(), 1).keep(SCHEDULER)
         finally:
             hub.close()
 
     folder = tempfile.mkdtemp(prefix="t-")
-    with pytest.raises(launch.WorkerFailed, match="scheduler died 3 times"):
+    with pytest.raises(WorkerFailed, match="scheduler died 3 times"):
         asyncio.run(run(folder))
     shutil.rmtree(folder)
     assert started == [SCHEDULER] * 3
@@ -404,7 +417,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @contextlib.contextmanager
 def server(*flags: str):
     common = ("--model", "dummy:tiny", "--device", "cpu", "--dtype", "float32", "--port", "0", "--kv-tokens", "8192")
-    with launch.running(*common, *flags) as result:
+    with local_server.running(*common, *flags) as result:
         yield result
 
 
@@ -493,7 +506,7 @@ def test_a_dying_server_may_still_be_the_parent(tmp_path):
     folder.mkdir()
     settings = Settings(DETOKENIZER, 0, str(folder), os.getpid(), EngineConfig(model="dummy:tiny"), 1)
     command = [sys.executable, "-m", "stage9_server.detokenizer_worker", msgspec.json.encode(settings).decode()]
-    with subprocess.Popen(command, cwd=launch.ROOT) as worker:
+    with subprocess.Popen(command, cwd=local_server.ROOT) as worker:
         while not (folder / DETOKENIZER).exists():
             time.sleep(0.01)
         while worker.poll() is None:
@@ -505,7 +518,7 @@ def test_a_dying_server_may_still_be_the_parent(tmp_path):
 @linux
 def test_a_model_that_is_not_there(traces):
     command = [sys.executable, "-m", "stage9_server.launch", "--device", "cpu", "--port", "0", "--model", "/nowhere"]
-    done = subprocess.run(command, cwd=launch.ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, cwd=local_server.ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert done.stderr.startswith("error: model '/nowhere' is unknown") and done.stderr.count("\n") == 1
     assert traces.gone()
@@ -525,3 +538,18 @@ def test_flags_that_make_no_sense(traces, monkeypatch, flags, says):
         with pytest.raises(UserError, match=says):
             launch.main()
     assert not list(traces.temp.iterdir())
+
+
+@linux
+def test_a_server_without_its_guard(traces):
+    """It answers those who behave; and the first worker that dies ends it."""
+    with server("--no-guard") as running:
+        request = {"model": "dummy:tiny", "prompt": "hi", "max_tokens": 3, "temperature": 0}
+        whole = httpx.post(f"{running.url}/v1/completions", json=request, timeout=PATIENCE)
+        assert whole.json()["usage"]["completion_tokens"] == 3
+        assert b"[DONE]" in Streams(running.url, 2, max_tokens=20).join()[1]
+        assert httpx.post(f"{running.url}/tokenize", json={"prompt": "hi"}).json()["count"] == 2
+        assert httpx.get(f"{running.url}/health", headers={"Host": "evil.example"}).status_code == 200
+        os.kill(next(pid for pid in traces.processes() if "detokenizer_worker" in processes()[pid]), signal.SIGKILL)
+        assert running.process.wait(PATIENCE) == 1
+    assert traces.gone()

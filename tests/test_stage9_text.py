@@ -10,7 +10,7 @@ from common.tokenizer import load_tokenizer
 from stage9_server.byte_tokenizer import ByteTokenizer
 from stage9_server.detokenizer_worker import Detokenizing
 from stage9_server.ipc import API, SCHEDULER
-from stage9_server.messages import Abort, Failed, Piece, Pieces, Started, Token, Tokens
+from stage9_server.messages import Abort, Failed, Piece, Pieces, Started, Stopped, TextOptions, Token, Tokens
 from stage9_server.text import StopStrings, TextStream
 
 END = 1  # the end token of text_checkpoint; byte b is token_of(b)
@@ -82,7 +82,7 @@ def ids_of(tokenizer, data: bytes) -> list[int]:
 @example(data=b"\xe4\xb8" * 30)
 def test_any_bytes_as_tokens(tokenizer, data):
     ids = ids_of(tokenizer, data)
-    stream = TextStream(tokenizer, [], [])
+    stream = TextStream(tokenizer, TextOptions([]), [])
     shown = "".join(stream.push(i)[0] for i in ids) + stream.flush()[0]
     assert shown == tokenizer.decode(ids) == data.decode(errors="replace")
 
@@ -90,7 +90,7 @@ def test_any_bytes_as_tokens(tokenizer, data):
 @settings(max_examples=100, deadline=None)
 @given(text=st.text("a🙂é", max_size=12), stop=st.lists(st.text("a🙂é", min_size=1, max_size=3), max_size=2))
 def test_stop_strings_across_tokens_that_are_parts_of_characters(tokenizer, text, stop):
-    stream, shown, stopped = TextStream(tokenizer, stop, []), "", False
+    stream, shown, stopped = TextStream(tokenizer, TextOptions(stop), []), "", False
     for token in ids_of(tokenizer, text.encode()):
         piece, stopped = stream.push(token)
         shown += piece
@@ -103,13 +103,15 @@ def test_stop_strings_across_tokens_that_are_parts_of_characters(tokenizer, text
 
 
 def test_the_tail_can_complete_a_stop_string(tokenizer):
-    stream = TextStream(tokenizer, ["a\ufffd"], [])
+    stream = TextStream(tokenizer, TextOptions(["a\ufffd"]), [])
     assert [stream.push(i) for i in ids_of(tokenizer, b"a\xf0")] == [("", False)] * 2
     assert stream.flush() == ("", True)
 
 
 def test_the_prompt_is_echoed_and_not_searched(tokenizer):
-    stream = TextStream(tokenizer, ["ab"], [0, *ids_of(tokenizer, "xab 🙂".encode()), *ids_of(tokenizer, b"\xc3")])
+    stream = TextStream(
+        tokenizer, TextOptions(["ab"]), [0, *ids_of(tokenizer, "xab 🙂".encode()), *ids_of(tokenizer, b"\xc3")]
+    )
     assert stream.echo == "xab 🙂"  # without the special token, and without half a character
     assert stream.push(*ids_of(tokenizer, b"\xa9")) == ("é", False)
 
@@ -119,6 +121,11 @@ def test_the_prompt_is_echoed_and_not_searched(tokenizer):
 
 def token(uid: int, id: int, reason: str | None = None, **more) -> Token:
     return Token(uid, id, reason, 0, **more)
+
+
+def begun(uid: int, prompt_tokens: int, stop: list[str], **options) -> Tokens:
+    """What comes with a sequence's first token."""
+    return Tokens([], [Started(uid, prompt_tokens, TextOptions(stop, **options))])
 
 
 def run(detokenizing: Detokenizing, *messages) -> list:
@@ -133,11 +140,8 @@ def pieces(answers: list) -> list[Piece]:
 def test_an_end_that_is_no_token_loses_nothing(tokenizer, reason, shown):
     a, half = ids_of(tokenizer, b"a\xf0")
     worker = Detokenizing(tokenizer)
-    first, *rest = pieces(
-        run(worker, Started(7, 3, ["a\ufffdb"], []), Tokens([token(7, a)]), Tokens([token(7, half, reason)]))
-    )
-    assert first == Piece(7, "", 0, None, 3, 0)
-    assert rest == [Piece(7, "", 1, None, 3, 0), Piece(7, "a\ufffd", 1, shown, 3, 0)]
+    rest = pieces(run(worker, begun(7, 3, ["a\ufffdb"]), Tokens([token(7, a)]), Tokens([token(7, half, reason)])))
+    assert rest == [Piece(7, "", [a], None, 3, 0), Piece(7, "a\ufffd", [half], shown, 3, 0)]
     assert worker.sequences == {}
 
 
@@ -146,52 +150,51 @@ def test_a_token_that_ends_the_text_is_counted_but_not_shown(tokenizer, reason):
     a, b = ids_of(tokenizer, b"ab")
     answers = run(
         Detokenizing(tokenizer),
-        Started(7, 3, ["ax"], []),
+        begun(7, 3, ["ax"]),
         Tokens([token(7, a, logprob=-1.0)]),
         Tokens([token(7, b, reason, logprob=-1.0)]),
     )
-    first, last = pieces(answers)[1:]
-    assert (first.text, first.num_tokens, len(first.logprobs)) == ("", 1, 1)
-    assert (last.text, last.num_tokens, last.finish_reason, last.logprobs) == ("a", 1, "stop", [])
+    first, last = pieces(answers)
+    assert (first.text, first.token_ids, len(first.logprobs)) == ("", [a], 1)
+    assert (last.text, last.token_ids, last.finish_reason, last.logprobs) == ("a", [b], "stop", [])
 
 
 def test_a_stop_string_ends_the_sequence_in_the_engine_too(tokenizer):
     x, a, b = ids_of(tokenizer, b"xab")
     worker = Detokenizing(tokenizer)
-    answers = run(worker, Started(1, 3, ["ab"], []), Started(2, 3, [], []))
+    answers = run(worker, begun(1, 3, ["ab"]), begun(2, 3, []))
     answers = run(worker, Tokens([token(1, x), token(2, x)]), Tokens([token(1, a), token(2, a)]))
     assert [p.text for p in pieces(answers)] == ["x", "x", "", "a"]
     answers = run(worker, Tokens([token(1, b), token(2, b)]))
-    assert pieces(answers) == [Piece(1, "", 1, "stop", 3, 0), Piece(2, "b", 1, None, 3, 0)]
-    assert (SCHEDULER, Abort([1])) in answers
-    assert pieces(run(worker, Tokens([token(1, x), token(2, x)]))) == [Piece(2, "x", 1, None, 3, 0)]  # a late one
+    assert pieces(answers) == [Piece(1, "", [b], "stop", 3, 0), Piece(2, "b", [b], None, 3, 0)]
+    assert (SCHEDULER, Stopped([1])) in answers
+    assert pieces(run(worker, Tokens([token(1, x), token(2, x)]))) == [Piece(2, "x", [x], None, 3, 0)]  # a late one
 
 
 def test_a_stop_string_in_the_last_token_needs_no_abort(tokenizer):
-    answers = run(
-        Detokenizing(tokenizer), Started(1, 3, ["a"], []), Tokens([token(1, *ids_of(tokenizer, b"a"), "max_tokens")])
-    )
-    assert pieces(answers)[1:] == [Piece(1, "", 1, "stop", 3, 0)]
-    assert [to for to, _ in answers] == [API, API]
+    (a,) = ids_of(tokenizer, b"a")
+    answers = run(Detokenizing(tokenizer), begun(1, 3, ["a"]), Tokens([token(1, a, "max_tokens")]))
+    assert pieces(answers) == [Piece(1, "", [a], "stop", 3, 0)]
+    assert [to for to, _ in answers] == [API]
 
 
 def test_one_message_for_all_that_a_step_sampled(tokenizer):
     a, *_ = ids_of(tokenizer, b"a")
     worker = Detokenizing(tokenizer)
-    run(worker, *(Started(uid, 1, [], []) for uid in range(50)))
+    run(worker, *(begun(uid, 1, []) for uid in range(50)))
     assert len(run(worker, Tokens([token(uid, a) for uid in range(50)]))) == 1
 
 
 def test_tokens_whose_beginning_is_lost_are_an_error(tokenizer):
     """So a client can't wait for ever, whatever a dead detokenizer took with it."""
     answers = run(Detokenizing(tokenizer), Tokens([token(9, 5)]))
-    assert (SCHEDULER, Abort([9])) in answers
+    assert (SCHEDULER, Stopped([9])) in answers
     assert [answer.uids for to, answer in answers if isinstance(answer, Failed) and to == API] == [[9]]
 
 
 def test_forgetting(tokenizer):
     worker = Detokenizing(tokenizer)
-    assert run(worker, Started(1, 3, [], []), Abort([1, 2]))[1:] == []
+    assert run(worker, begun(1, 3, []), Abort([1, 2])) == []
     assert worker.sequences == {}
 
 
@@ -199,10 +202,10 @@ def test_logprobs_show_tokens_as_they_are(tokenizer):
     half, end = ids_of(tokenizer, b"\xf0")[0], END
     answers = run(
         Detokenizing(tokenizer),
-        Started(1, 3, [], []),
+        begun(1, 3, []),
         Tokens([token(1, half, logprob=-0.5, top_logprobs=[(half, -0.5), (end, -2.0)])]),
     )
-    ((chosen, top),) = pieces(answers)[1].logprobs
+    ((chosen, top),) = pieces(answers)[0].logprobs
     assert (chosen.text, chosen.logprob, chosen.data) == ("\ufffd", -0.5, b"\xf0")
     assert [(t.text, t.logprob, t.data) for t in top] == [("\ufffd", -0.5, b"\xf0"), ("</s>", -2.0, b"</s>")]
 
@@ -213,6 +216,6 @@ def test_the_stand_in_of_dummy_models(text):
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    stream = TextStream(tokenizer, [], [])
+    stream = TextStream(tokenizer, TextOptions([]), [])
     assert "".join(stream.push(i)[0] for i in [*ids, 300]) == text + "<300>"
     assert text in tokenizer.decode(tokenizer.chat([{"role": "user", "content": text}]))

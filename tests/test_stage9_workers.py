@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import aclosing
 
 import pytest
@@ -23,9 +23,13 @@ from stage8_tp.build import build_engine
 from stage9_server import tokenizer_worker
 from stage9_server.byte_tokenizer import ByteTokenizer
 from stage9_server.detokenizer_worker import Detokenizing
-from stage9_server.hub import SILENCE, Hub, RequestFailed
+from stage9_server.guard.guard import NoGuard
+from stage9_server.guard.restarts import SILENCE
+from stage9_server.guard.restarts import RestartingHub as Hub
+from stage9_server.guard.texts import NoTextLimits, TextLimits, sort_in
+from stage9_server.hub import RequestFailed
 from stage9_server.ipc import API, DETOKENIZER, SCHEDULER, Settings
-from stage9_server.launch import ROOT
+from stage9_server.local_server import ROOT
 from stage9_server.messages import (
     Abort,
     Detokenize,
@@ -37,14 +41,18 @@ from stage9_server.messages import (
     Pieces,
     Ready,
     Started,
+    TextOptions,
     Tokenize,
     Tokenized,
+    Tokens,
     decode,
     encode,
 )
+from stage9_server.openai_api.app import Api
 from stage9_server.scheduler_worker import Scheduling, serve
-from stage9_server.tokenizer_worker import Tokenizing, sort_in, time_limit
+from stage9_server.tokenizer_worker import Tokenizing
 
+OPTIONS = TextOptions(["x"], continues=True, echo=True)
 PARAMS = RequestParams(temperature=0.5, cache_salt="s")
 BOS = 0
 
@@ -65,7 +73,7 @@ def tokenizer(text_checkpoint):
 
 @pytest.fixture(scope="module")
 def tokenizing(tokenizer):
-    return Tokenizing(tokenizer, time_limit=1.0)
+    return Tokenizing(tokenizer, TextLimits(1.0))
 
 
 def call(**changes) -> Tokenize:
@@ -77,11 +85,11 @@ def chat(text: str) -> list:
 
 
 def test_a_prompt_goes_to_the_scheduler(tokenizing):
-    to, message = tokenizing.handle(call(uids=[1, 2], text="hi", stop=["x"], max_tokens=7, echo=True))
+    to, message = tokenizing.handle(call(uids=[1, 2], text="hi", options=OPTIONS, max_tokens=7))
     assert to == SCHEDULER
     assert decode(encode(message)) == message
     expected = RequestParams(temperature=0.5, cache_salt="s", max_tokens=7)
-    assert message == Generate([1, 2], tokenizing.tokenizer.encode("hi"), expected, ["x"], echo=True, continues=True)
+    assert message == Generate([1, 2], tokenizing.tokenizer.encode("hi"), expected, OPTIONS)
 
 
 @pytest.mark.parametrize(("what", "starts"), [
@@ -158,7 +166,7 @@ def test_code_that_python_can_not_interrupt_ends_the_process():
     if pid == 0:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            with time_limit(0.5):
+            with TextLimits(0.5).watch():
                 sum(range(10**12))  # all in C
         finally:
             os._exit(0)
@@ -213,19 +221,28 @@ def generate(*uids: int, prompt=(5, 6, 7), **params) -> Generate:
     return Generate(list(uids), list(prompt), RequestParams(**{"max_tokens": 4, "ignore_eos": True} | params))
 
 
-def finish(scheduling: Scheduling) -> dict[int, list]:
-    """uid -> its tokens"""
-    result = {}
-    while scheduling.engine.has_work():
-        for token in scheduling.step().tokens:
+def finish(scheduling: Scheduling, *steps: Tokens) -> dict[int, list]:
+    """uid -> its tokens, those of earlier steps first. What the detokenizer has to know comes once, with the first."""
+    result, started = {}, Counter()
+    while scheduling.engine.has_work() or steps:
+        step, *steps = steps or [scheduling.step()]
+        started.update(each.uid for each in step.started)
+        for token in step.tokens:
             result.setdefault(token.uid, []).append(token)
+    assert not set(started.values()) - {1}
     return result
 
 
 def test_sequences_of_a_call(scheduling):
-    message = Generate([11, 12], [5, 6, 7], RequestParams(max_tokens=4, ignore_eos=True), ["x"], echo=True)
-    assert scheduling.handle(message) == [(DETOKENIZER, Started(uid, 3, ["x"], [5, 6, 7])) for uid in (11, 12)]
-    tokens = finish(scheduling)
+    message = Generate([11, 12], [5, 6, 7], RequestParams(max_tokens=4, ignore_eos=True), OPTIONS)
+    assert scheduling.handle(message) == []
+    first = scheduling.step()
+    while not first.tokens:
+        first = scheduling.step()
+    assert all(0 <= started.queue_seconds < 60 for started in first.started)
+    told = [Started(started.uid, started.prompt_tokens, started.options, started.echo_ids) for started in first.started]
+    assert told == [Started(uid, 3, OPTIONS, [5, 6, 7]) for uid in (11, 12)]
+    tokens = finish(scheduling, first)
     assert [t.token_id for t in tokens[11]] == [t.token_id for t in tokens[12]]
     assert [t.finish_reason for t in tokens[11]] == [None, None, None, "max_tokens"]
     assert not scheduling.live
@@ -233,9 +250,9 @@ def test_sequences_of_a_call(scheduling):
 
 def test_the_engine_knows_a_sequence_by_its_uid_in_the_server(scheduling):
     scheduling.handle(generate(700, 31, max_tokens=9))
-    assert {req.uid for req in scheduling.engine.scheduler.waiting} == {700, 31} == scheduling.live
+    assert {req.uid for req in scheduling.engine.scheduler.waiting} == {700, 31} == set(scheduling.live)
     scheduling.handle(Abort([700]))
-    assert {req.uid for req in scheduling.engine.scheduler.waiting} == {31} == scheduling.live
+    assert {req.uid for req in scheduling.engine.scheduler.waiting} == {31} == set(scheduling.live)
     scheduling.step()
     assert set(finish(scheduling)) == {31}
     assert not scheduling.live
@@ -273,24 +290,25 @@ def test_what_the_engine_refuses_is_the_callers_mistake(scheduling, what):
 
 def test_the_queue_has_an_end(scheduling):
     for uid in range(4 + 3):  # those that can run, and those that may wait
-        assert scheduling.handle(generate(uid))[0][0] == DETOKENIZER
+        assert scheduling.handle(generate(uid)) == []
     ((to, failed),) = scheduling.handle(generate(7))
     assert (to, failed.uids, failed.status) == (API, [7], 503)
     assert set(finish(scheduling)) == set(range(7))
-    assert scheduling.handle(generate(8))[0][0] == DETOKENIZER
+    assert scheduling.handle(generate(8)) == []
     finish(scheduling)
-    assert scheduling.handle(generate(*range(10, 26)))[0][0] == DETOKENIZER  # one call is never too many by itself
+    assert scheduling.handle(generate(*range(10, 26))) == []  # one call is never too many by itself
 
 
 def test_aborts_before_during_and_after(scheduling):
     early, late = Abort([1, 3]), Abort([2])
     assert scheduling.handle(early) == [(DETOKENIZER, early)]
-    assert [message.uid for _, message in scheduling.handle(generate(1, 2, 3, max_tokens=50))] == [2]
+    assert scheduling.handle(generate(1, 2, 3, max_tokens=50)) == []
+    assert set(scheduling.live) == {2}
     scheduling.step()
     assert scheduling.handle(late) == [(DETOKENIZER, late)]
     assert finish(scheduling) == {}
-    assert scheduling.handle(generate(1)) != []  # an abort counts once
-    finish(scheduling)
+    scheduling.handle(generate(1))
+    assert set(finish(scheduling)) == {1}  # an abort counts once
     assert scheduling.handle(Abort([1])) == [(DETOKENIZER, Abort([1]))]
 
 
@@ -353,7 +371,7 @@ def test_random_requests_and_aborts_leave_nothing(engine, tokenizer):
                 logprobs=rng.choice([None, None, 2]),
             )
             prompt = [2 + i % 50 for i in range(rng.randint(1, 90))]
-            message = Generate(uids, prompt, params, rng.choice([[], ["e"], ["\ufffd", "ab"]]))
+            message = Generate(uids, prompt, params, TextOptions(rng.choice([[], ["e"], ["\ufffd", "ab"]])))
             if rng.random() < 0.1:
                 deliver(scheduling.handle(Abort(uids[:1])))
                 aborted.add(uids[0])
@@ -364,7 +382,7 @@ def test_random_requests_and_aborts_leave_nothing(engine, tokenizer):
             deliver(scheduling.handle(Abort(gone)))
         deliver([(DETOKENIZER, scheduling.step())])
     stats = scheduling.stats()
-    assert stats.pages_free == stats.pages_total and stats.running == stats.waiting == 0
+    assert stats.free_pages == stats.num_pages and stats.running == stats.waiting == 0
     engine.cache.check_integrity()
     assert not detokenizing.sequences and not scheduling.live
     assert set(ends) | aborted == set(range(uid))
@@ -387,7 +405,7 @@ def play(folder, script, tokenizers: int = 2) -> None:
     async def main():
         hub, sent = Hub(folder, tokenizers), []
         hub.send = lambda to, message: sent.append((to, message))
-        for name in hub.workers:
+        for name in hub.names:
             hub.handle(Ready(name, 0, {"max_len": 100}))
         try:
             await asyncio.wait_for(script(hub, sent), 60)
@@ -398,7 +416,7 @@ def play(folder, script, tokenizers: int = 2) -> None:
 
 
 def piece(uid: int, text: str = "", reason: str | None = None) -> Piece:
-    return Piece(uid, text, 1, reason, 3, 0)
+    return Piece(uid, text, [7], reason, 3, 0)
 
 
 async def collect(hub: Hub, *calls: Tokenize) -> list:
@@ -429,7 +447,6 @@ def test_calls_are_dealt_to_the_tokenizer_with_least_to_do(folder):
         hub.handle(Pieces([piece(uid) for uid, name in zip((1, 2, 3), names, strict=True) if name != other]))
         tasks.append(await start(hub, call(uids=[4], text="a")))
         assert sent[-1][0] != other
-        assert all(message.max_len == 100 for _, message in sent)
         for task in tasks:
             task.cancel()
 
@@ -440,9 +457,9 @@ def test_pieces_of_several_calls_come_as_one(folder):
     async def script(hub, sent):
         task = await start(hub, call(uids=[1, 2], text="a"), call(uids=[3], text="b"))
         hub.handle(Pieces([piece(1), piece(3), piece(99)]))
-        hub.handle(Pieces([piece(2, "x", "stop"), piece(1, "", "length"), piece(2, "late")]))
+        hub.handle(Pieces([piece(2, "x", "stop"), piece(1, "ab", "length"), piece(2, "late")]))
         hub.handle(Pieces([piece(3, "y", "stop")]))
-        assert [(p.uid, p.text) for p in await task] == [(1, ""), (3, ""), (2, "x"), (1, ""), (3, "y")]
+        assert [(p.uid, p.text, len(p.token_ids)) for p in await task] == [(1, "ab", 2), (3, "y", 2), (2, "x", 1)]
         assert not hub.sequences
         assert not [message for _, message in sent if isinstance(message, Abort)]
 
@@ -479,13 +496,17 @@ def test_a_client_that_leaves_aborts(folder, begun):
     play(folder, script)
 
 
+def api_of(hub: Hub) -> Api:
+    return Api(hub, ["m"], NoGuard())
+
+
 def test_asking_a_tokenizer(folder):
     async def script(hub, sent):
-        task = asyncio.ensure_future(hub.tokenize(call(uids=[1], text="a", params=None)))
+        task = asyncio.ensure_future(api_of(hub).ask(call(uids=[1], text="a", params=None)))
         await asyncio.sleep(0)
         hub.handle(Tokenized(1, [7]))
-        assert await task == [7]
-        task = asyncio.ensure_future(hub.detokenize([7]))
+        assert (await task).token_ids == [7]
+        task = asyncio.ensure_future(api_of(hub).ask(Detokenize([8], [7])))
         await asyncio.sleep(0)
         hub.handle(Failed(sent[-1][1].uids, 400, "no"))
         with pytest.raises(RequestFailed, match="no"):
@@ -496,7 +517,7 @@ def test_asking_a_tokenizer(folder):
 
 def test_which_calls_suffer_from_which_death(folder):
     async def script(hub, sent):
-        asked = asyncio.ensure_future(hub.tokenize(call(uids=[9], text="a", params=None)))
+        asked = asyncio.ensure_future(api_of(hub).ask(call(uids=[9], text="a", params=None)))
         await asyncio.sleep(0)
         tasks = {uid: await start(hub, call(uids=[uid], text="a")) for uid in (1, 2, 3)}
         at = {message.uids[0]: to for to, message in sent}
@@ -513,7 +534,7 @@ def test_which_calls_suffer_from_which_death(folder):
             (*_, (status, message)) = await tasks[uid]
             assert status == 500 and "detokenizer died" in message
         hub.handle(Tokenized(9, [7]))  # it asks a tokenizer only
-        assert await asked == [7]
+        assert (await asked).token_ids == [7]
 
     play(folder, script)
 
@@ -576,8 +597,8 @@ def test_draining(folder):
 
 
 def test_the_stand_in_tokenizer_serves_chats():
-    to, message = Tokenizing(ByteTokenizer()).handle(call(messages=chat("hi")))
+    to, message = Tokenizing(ByteTokenizer(), NoTextLimits()).handle(call(messages=chat("hi")))
     assert to == SCHEDULER and bytes(message.prompt_ids).decode() == "user: hi\nassistant: "
-    assert isinstance(Tokenizing(ByteTokenizer()).handle(call(text="a" * 101))[1], Failed)
+    assert isinstance(Tokenizing(ByteTokenizer(), NoTextLimits()).handle(call(text="a" * 101))[1], Failed)
     with pytest.raises(UserError):
         RequestParams(max_tokens=0)

@@ -8,9 +8,15 @@ import asyncio
 import resource
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+if TYPE_CHECKING:
+    from stage9_server.guard.guard import Guard, NoGuard
 
 MAX_HEAD = 64 << 10  # bytes of a request before its body
 MAX_FILES = 1 << 16
@@ -69,6 +75,23 @@ class Begun:
     def write(self, data: bytes) -> None:
         self.transport.write(data.removeprefix(BEGINNING))
         self.write = self.transport.write
+
+
+class Server(uvicorn.Server):
+    """One that leaves the signals to us, and waits for no client for ever."""
+
+    def __init__(self, config: uvicorn.Config, guard: "Guard | NoGuard"):
+        super().__init__(config)
+        self.guard = guard
+
+    async def on_tick(self, counter: int) -> bool:  # ten times a second
+        if counter % 10 == 0:
+            self.guard.look(self.server_state.connections)
+        return await super().on_tick(counter)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class Patience:
