@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import jsonschema
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,8 +129,6 @@ def test_log_probabilities_are_the_models_own(checkpoint, compiler):
         [checkpoint.prompt(9)], constrained('choice:["abc"]', 0, logprobs=3)
     )
     assert text(req.output_ids) == "abc"
-    import torch
-
     with torch.inference_mode():
         rows = checkpoint.hf(torch.tensor([checkpoint.prompt(9) + req.output_ids])).logits[0, 8:-1].log_softmax(-1)
     for row, token, entry in zip(rows, req.output_ids, req.logprobs, strict=True):
@@ -252,22 +251,21 @@ HOSTILE = [
 def test_a_hostile_grammar_is_bounded(checkpoint, grammar):
     """It goes on within its limits, or its text ends and its owner learns why; the engine stays usable."""
     compiler = make_compiler()
-    sampler = GrammarSampler(GumbelSampler(), compiler)
-    engine = build_rank(checkpoint.config(), Alone("cpu"), lambda ops: sampler)
+    engine = build(checkpoint.config(), compiler)
     uid = engine.add(checkpoint.prompt(3), constrained(grammar, 0, max_tokens=60))
     outputs = run(engine)[uid]
-    assert len(outputs) == 60 or uid in sampler.failed or outputs[-1].finish_reason == "eos"
+    assert len(outputs) == 60 or uid in compiler.failed or outputs[-1].finish_reason == "eos"
     (req,) = engine.generate([checkpoint.prompt(3)], constrained('choice:["fine"]', 0))
     assert text(req.output_ids) == "fine"
 
 
 def test_a_grammar_that_can_not_go_on_is_reported_and_ends(checkpoint):
     """Every token doubles the ways to read the text."""
-    sampler = GrammarSampler(GumbelSampler(), make_compiler())
-    engine = build_rank(checkpoint.config(), Alone("cpu"), lambda ops: sampler)
-    uid = engine.add(checkpoint.prompt(3), constrained(HOSTILE[-1], 0, max_tokens=250, logit_bias={EOS: -100}))
+    compiler = make_compiler()
+    engine = build(checkpoint.config(), compiler)
+    uid = engine.add(checkpoint.prompt(3), constrained(HOSTILE[-1], 0, max_tokens=480, logit_bias={EOS: -100}))
     outputs = run(engine)[uid]
-    assert outputs[-1].finish_reason == "eos" and "items" in sampler.failed[uid]
+    assert outputs[-1].finish_reason == "eos" and "items" in compiler.take_failed()[uid]
 
 
 def test_no_more_than_so_many_compiled_grammars_are_kept(checkpoint):

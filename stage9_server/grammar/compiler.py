@@ -1,6 +1,6 @@
 """From a grammar, as a request states it, to a matcher: what says, token by token, which tokens may come next.
 
-The work is done by llguidance. It is bounded by LIMITS, whatever a request states: a grammar that would take more is
+The work is done by llguidance. It is bounded (`limits`), whatever a request states: a grammar that would take more is
 refused, and says so. Compiling takes a millisecond, but the first time the vocabulary has to be read, which takes seconds.
 So it happens in a thread, and whoever waits for a grammar waits without holding up others.
 """
@@ -74,6 +74,9 @@ class Compiler:
         self.read, self.eos_ids = read, sorted(eos_ids)
         self.thread = ThreadPoolExecutor(1, "grammar")
         self.compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the one used last is the last
+        self.failed: dict[
+            int, str
+        ] = {}  # uid -> why its text can't go on, as the sampler found; taken by `take_failed`
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -96,6 +99,11 @@ class Compiler:
             self.compiled[grammar] = matcher
             while len(self.compiled) > MAX_KEPT:
                 self.compiled.popitem(last=False)
+
+    def take_failed(self) -> dict[int, str]:
+        """uids of the last step whose grammar became too much for its limits, and why."""
+        failed, self.failed = self.failed, {}
+        return failed
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A new one, at its start. If the grammar has been dropped meanwhile it is compiled again, here and now."""

@@ -36,7 +36,6 @@ class GrammarSampler:
     def __init__(self, sampler: Sampler, compiler: Compiler):
         self.sampler, self.compiler, self.executor = sampler, compiler, LLExecutor()
         self.states: WeakKeyDictionary[Req, State] = WeakKeyDictionary()
-        self.failed: dict[int, str] = {}  # uid -> why its grammar could not go on; for the owner of the loop to take
 
     def __call__(self, logits: Tensor, reqs: Sequence[Req]) -> Samples:
         """logits [S, V] -> one token for each of S requests; log-probabilities are still the model's own."""
@@ -64,8 +63,8 @@ class GrammarSampler:
         work = [(state.matcher, i) for i, state in enumerate(states) if not state.matcher.is_error()]
         fill_next_token_bitmask_par(self.executor, work, masks)
         for req, state, mask in zip(reqs, states, masks, strict=True):
-            if state.matcher.is_error():  # it is about to be aborted; until then it ends
-                self.failed.setdefault(req.uid, state.matcher.get_error().strip())
+            if state.matcher.is_error():  # whoever owns the loop looks for it; until then the text can only end
+                self.compiler.failed.setdefault(req.uid, state.matcher.get_error().strip())
                 mask[:] = 0
                 for token in self.compiler.eos_ids:
                     mask[token // 32] |= np.uint32(1 << token % 32).view(np.int32)
