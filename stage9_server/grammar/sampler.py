@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask, fill_next_token_bitmask_par
 from torch import Tensor
 
 from stage2_req.parts import Sampler
@@ -61,7 +62,12 @@ class GrammarSampler:
         masks = allocate_token_bitmask(len(reqs), vocab_size)
         states = [self.follow(req) for req in reqs]
         work = [(state.matcher, i) for i, state in enumerate(states) if not state.matcher.is_error()]
-        fill_next_token_bitmask_par(self.executor, work, masks)
+        try:
+            fill_next_token_bitmask_par(self.executor, work, masks)
+        except ValueError:  # one of them has come to a limit; which one shows when they are asked one by one
+            for matcher, i in work:
+                with suppress(ValueError):
+                    fill_next_token_bitmask(matcher, masks, i)
         for req, state, mask in zip(reqs, states, masks, strict=True):
             if state.matcher.is_error():  # whoever owns the loop looks for it; until then the text can only end
                 self.compiler.failed.setdefault(req.uid, state.matcher.get_error().strip())
