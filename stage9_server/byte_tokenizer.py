@@ -5,6 +5,7 @@ class ByteTokenizer:
     """The interface of common.tokenizer.Tokenizer. Ids from 256 on, which such a model draws too, are shown as numbers."""
 
     longest_token = 1
+    template, knows_tools = "", False
 
     def __init__(self):
         self.special_tokens: dict[int, str] = {}
