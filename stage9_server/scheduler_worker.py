@@ -107,13 +107,14 @@ class Scheduling:
         return EngineStats(*(getattr(stats, name) for name in EngineStats.__struct_fields__))
 
 
-def serve(engine: Engine | TPEngine, worker: Worker, grammars: Admission) -> None:
+def serve(engine: Engine | TPEngine, worker: Worker, grammars: Admission | FreeText | None = None) -> None:
+    grammars = grammars or FreeText()
     scheduling = Scheduling(engine, worker.settings.max_queue, grammars)
     facts = {"max_len": engine.cache.max_len, "vocab_size": engine.model.vocab_size, "device": str(engine.device)}
     worker.ready(model=worker.settings.engine.model, engine=asdict(worker.settings.engine), **facts)
     reported, busy, checked = 0.0, True, True
     while True:
-        messages = worker.receive(wait=not busy, seconds=0.005 if grammars.held else 1)
+        messages = worker.receive(wait=not busy, seconds=0.005 if grammars.num_held else 1)
         if not (busy or messages or checked):  # a second without anything to do, for the first time since there was
             engine.cache.check_integrity()
             checked = True

@@ -70,6 +70,12 @@ def grammar(kind: str, value: Any) -> str:
     return f"{kind}:{text}"
 
 
+FIELDS = (
+    *("response_format", "regex", "ebnf", "json_schema", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
 def grammars_of(ask: Any) -> list[str]:
     """Of a request with the fields that say what a text must look like, each that is given."""
     vllm = ask.structured_outputs or StructuredOutputs()

@@ -27,9 +27,9 @@ FORMATS = {
     "hermes": ToolFormat("<tool_call>\n", "\n</tool_call>", "\n", "arguments"),  # Hermes, Qwen
     "llama3_json": ToolFormat("", "", "; ", "parameters"),
 }
-INSTRUCTIONS = """You may call functions. They are described here, one per line, in JSON:
+INSTRUCTIONS = """You may call these functions:
 {tools}
-To call one, write its name and its arguments as JSON, between tags, and nothing after it:
+To call one, write nothing but
 {begin}{{"name": "the name", "{arguments}": {{"an argument": "its value"}}}}{end}"""
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
 MAX_HEAD = 1024  # characters in which a call must say whom it calls
@@ -94,9 +94,10 @@ class ToolCalls:
         while going:
             match self.state:
                 case "start":  # of an answer that may be nothing but calls
-                    going = bool(self.held.strip())
+                    begin = self.held.lstrip(" \n;" if self.count else None)
+                    going = bool(begin)
                     if going:
-                        self.state = "head" if self.held.lstrip(" \n;").startswith("{") else "text"
+                        self.state = "head" if begin.startswith("{") else "text"
                 case "text":
                     shown, found, rest = self.held.partition(self.begin) if self.begin else (self.held, "", "")
                     if not found and self.begin and not last:
