@@ -502,7 +502,7 @@ BAD = {
     "id beyond the vocabulary": (TEXT, {"prompt": [100_000]}, None),
     "huge id": (TEXT, {"prompt": [2**70]}, "prompt.0.ids.0"),
     "id is a fraction": (TEXT, {"prompt": [1.5]}, "prompt.0.ids.0"),
-    "prompt too long": (TEXT, {"prompt": "x" * 300}, None),
+    "prompt too long": (TEXT, {"prompt": "x" * (MAX_LEN + 44)}, None),
     "chat too long": (CHAT, {"messages": [{"role": "user", "content": "x" * 5000}]}, None),
     "too many sequences": (TEXT, {"prompt": ["x"] * 17, "n": 16}, "n"),
     "temperature is text": (CHAT, {"temperature": "1"}, "temperature"),
