@@ -40,7 +40,7 @@ async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:
 
 class Delivery(Response):
     """Generates an answer and sends it. Until its status has gone out, an error has a status of its own: it goes out with the
-    first piece, and so says that the engine has taken the call."""
+    first piece, or before it, once the engine has taken all of the call."""
 
     def __init__(self, hub: Hub, calls: list[Tokenize], answer: Answer, room: AbstractContextManager, watch: Watch):
         super().__init__()
@@ -55,10 +55,9 @@ class Delivery(Response):
                 if not self.started:
                     raise
 
-    async def start(self, send: Send, headers: dict[str, str]) -> None:
+    async def start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 class WholeAnswer(Delivery):
@@ -70,7 +69,7 @@ class WholeAnswer(Delivery):
                 self.watch.count(pieces)
                 self.answer.add(pieces)
         body = await self.answer.whole()
-        await self.start(send, {"content-type": "application/json", "content-length": str(len(body))})
+        await self.start(send, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
         await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b""})  # waits until the client has read the rest
 

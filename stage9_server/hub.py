@@ -13,17 +13,7 @@ import zmq
 
 from stage9_server import messages
 from stage9_server.ipc import API, DETOKENIZER, SCHEDULER, pull_socket, push_socket, receive, send
-from stage9_server.messages import (
-    Abort,
-    Detokenize,
-    Detokenized,
-    EngineStats,
-    Failed,
-    Message,
-    Piece,
-    Tokenize,
-    Tokenized,
-)
+from stage9_server.messages import Accepted, Detokenize, EngineStats, Failed, Message, Piece, Tokenize
 
 
 class RequestFailed(Exception):
@@ -69,12 +59,14 @@ class Hub:
 
     async def stream(self, calls: list[Tokenize]) -> AsyncIterator[list[Piece]]:
         """The pieces of all sequences of the calls as they come, until each has its end: each time all that is waiting, one
-        piece for a sequence. So to a client that is late, several tokens come as one.
+        piece for a sequence. So to a client that is late, several tokens come as one. Nothing is handed out before the engine
+        has taken all of the calls; the first time it may be nothing at all.
 
         Raises RequestFailed as soon as one of them fails. Leaving early (use contextlib.aclosing) aborts the rest.
         """
         open_uids = {uid for call in calls for uid in call.uids}
-        queue: asyncio.Queue[Piece | Failed] = asyncio.Queue()
+        queue: asyncio.Queue[Accepted | Piece | Failed] = asyncio.Queue()
+        unknown, pieces = set(open_uids), []  # those of which we don't know that the engine has them
         try:
             for call in calls:
                 await self.submit(call, queue, generates=True)
@@ -82,14 +74,16 @@ class Hub:
                 answers = [await queue.get()]
                 while not queue.empty():
                     answers.append(queue.get_nowait())
-                pieces = messages.merged([answer for answer in answers if isinstance(answer, Piece)])
-                open_uids.difference_update(piece.uid for piece in pieces if piece.finish_reason)
-                if pieces:
-                    yield pieces
-                for failed in answers:
-                    if isinstance(failed, Failed):
-                        open_uids.difference_update(failed.uids)
-                        raise RequestFailed(failed.status, failed.message)
+                for answer in answers:
+                    if isinstance(answer, Failed):
+                        open_uids.difference_update(answer.uids)
+                        raise RequestFailed(answer.status, answer.message)
+                    unknown.difference_update([answer.uid] if isinstance(answer, Piece) else answer.uids)
+                pieces += [answer for answer in answers if isinstance(answer, Piece)]
+                if not unknown:
+                    open_uids.difference_update(piece.uid for piece in pieces if piece.finish_reason)
+                    yield messages.merged(pieces)
+                    pieces = []
         finally:
             self.abort(open_uids)
 
@@ -99,7 +93,7 @@ class Hub:
         for name in (SCHEDULER, *self.tokenizers):
             held = [uid for uid, s in gone.items() if (s.generates if name == SCHEDULER else s.tokenizer == name)]
             if held:
-                self.send(name, Abort(held))
+                self.send(name, messages.Abort(held))
 
     # --- calls on their way ---
 
@@ -139,11 +133,11 @@ class Hub:
             case messages.Pieces():
                 for piece in message.pieces:
                     self.answer(piece.uid, piece, piece.finish_reason is not None)
-            case Tokenized() | Detokenized():
+            case messages.Tokenized() | messages.Detokenized():
                 self.answer(message.uid, message, True)
-            case Failed():
+            case Accepted() | Failed():
                 for uid in message.uids:
-                    self.answer(uid, message, True)
+                    self.answer(uid, message, isinstance(message, Failed))
             case EngineStats():
                 self.stats = message
             case messages.Ready():

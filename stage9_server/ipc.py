@@ -90,6 +90,9 @@ class Worker:
 
 
 def freeze_garbage() -> None:
-    """The garbage collector need not look again at what has been loaded: PyTorch alone are half a million objects."""
+    """The garbage collector need not look again at what has been loaded: PyTorch alone are half a million objects. And not
+    several times per request for cycles, of which there are few.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)

@@ -2,9 +2,9 @@
 
     API server -> tokenizer -> scheduler -> detokenizer -> API server
 
-That is one message per process on the way to a sequence's first token, and two per step after it. Besides, whoever wants a
-sequence to end tells the scheduler, and whoever can't serve one sends Failed to the API server. A uid is one sequence, given
-out by the API server; a call with n > 1 has n of them.
+That is one message per process on the way to a sequence's first token, and two per step after it. Besides, the scheduler tells
+the API server what it has accepted, whoever wants a sequence to end tells the scheduler, and whoever can't serve one sends
+Failed to the API server. A uid is one sequence, given out by the API server; a call with n > 1 has n of them.
 """
 
 from typing import Any
@@ -68,6 +68,12 @@ class Generate(Struct, tag=True):
     prompt_ids: list[int]
     params: RequestParams
     options: TextOptions = TextOptions()
+
+
+class Accepted(Struct, tag=True):
+    """Scheduler -> API server: the engine has them. So a client can be told that it will get an answer."""
+
+    uids: list[int]
 
 
 class Abort(Struct, tag=True):
@@ -190,7 +196,7 @@ def joined(pieces: list[Piece]) -> Piece:
 
 
 Message = (
-    Tokenize | Detokenize | Tokenized | Detokenized | Generate | Abort | Stopped | Tokens | Pieces | Failed | EngineStats | Ready
+    Tokenize | Detokenize | Tokenized | Detokenized | Generate | Accepted | Abort | Stopped | Tokens | Pieces | Failed | EngineStats | Ready
 )  # fmt: skip
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode

@@ -15,7 +15,18 @@ from stage8_tp.ranks import Alone, Ranks
 from stage9_server.grammar.admission import Admission, FreeText, make_grammars
 from stage9_server.guard.process import last_words, run_worker
 from stage9_server.ipc import API, DETOKENIZER, Settings, Worker
-from stage9_server.messages import Abort, EngineStats, Failed, Generate, Message, Started, Stopped, Token, Tokens
+from stage9_server.messages import (
+    Abort,
+    Accepted,
+    EngineStats,
+    Failed,
+    Generate,
+    Message,
+    Started,
+    Stopped,
+    Token,
+    Tokens,
+)
 
 STATS_INTERVAL = 1.0  # seconds
 MAX_EARLY = 1 << 16  # uids
@@ -64,7 +75,7 @@ class Scheduling:
             except UserError as error:  # it refuses the first of a call, or none
                 return [(API, Failed(uids, 400, str(error)))]
             self.live[uid] = Started(uid, len(call.prompt_ids), call.options, echo)
-        return []
+        return [(API, Accepted(uids))]
 
     def admit_held(self) -> list[tuple[str, Message]]:
         """Calls whose grammar is there, or can't be."""

@@ -47,7 +47,8 @@ class Tokenizing:
         tokens = call.max_tokens if call.max_tokens is not None else max(1, call.max_len - len(ids))
         thinking = self.tokenizer.thinking(ids) if call.messages is not None else None
         options = msgspec.structs.replace(call.options, thinking=thinking)
-        return SCHEDULER, Generate(call.uids, ids, replace(call.params, max_tokens=tokens), options)
+        params = call.params if call.params.max_tokens == tokens else replace(call.params, max_tokens=tokens)
+        return SCHEDULER, Generate(call.uids, ids, params, options)
 
     def ids(self, call: Tokenize) -> list[int]:
         if call.messages is not None:

@@ -819,12 +819,8 @@ class FakeHub:
 
     def __init__(self, *script):
         self.script, self.left_early, self.calls = script, 0, []
-        self.info, self.stats, self.reason, self.last = (
-            {"max_len": 100, "vocab_size": 50, "tool_format": "hermes"},
-            None,
-            None,
-            0,
-        )
+        self.info = {"max_len": 100, "vocab_size": 50, "model": "/path", "engine": {}, "tool_format": "hermes"}
+        self.stats, self.reason, self.last = None, None, 0
 
     def new_uids(self, n):
         self.last += n
@@ -861,11 +857,11 @@ def piece(text: str, tokens: int = 1, reason: str | None = None, logprobs=()) ->
 class Exchange:
     """One request to an app, without a network. The client leaves after `leave` messages, or reads them after `slow` seconds."""
 
-    def __init__(self, path, body, *, headers=(), leave=None, slow=0.0, method="POST"):
+    def __init__(self, path, body, *, headers=(), leave=None, slow=0.0, method="POST", kind=b"application/json"):
         self.parts = (
             [body] if isinstance(body, bytes) else [json.dumps(body).encode()] if isinstance(body, dict) else body
         )
-        given = [(b"content-type", b"application/json"), *headers]
+        given = [(b"content-type", kind), *headers]
         self.scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": method,
             "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",

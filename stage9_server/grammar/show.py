@@ -17,7 +17,24 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TEXT = b'{"city": "Paris", "hot": true}'
-SHOWN = ['{"', "city", "hot", '":', ' "', " Paris", "Paris", "Par", "Os", "lo", '",', " true", " false", "42", "}", "the"]
+SHOWN = [
+    '{"',
+    "city",
+    "hot",
+    '":',
+    ' "',
+    " Paris",
+    "Paris",
+    "Par",
+    "Os",
+    "lo",
+    '",',
+    " true",
+    " false",
+    "42",
+    "}",
+    "the",
+]
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import codecs
 import time
 from collections.abc import Iterator
+from functools import cached_property
 
 import msgspec
 
@@ -16,11 +17,11 @@ from stage9_server.openai_api.tools import Then, ToolCalls
 
 MAX_TEXTS = 1024  # pieces of an answer; a string of four letters takes the memory of fifty
 DONE = b"data: [DONE]\n\n"
-SSE_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 encode = msgspec.json.Encoder().encode
 
 
@@ -75,9 +76,12 @@ class Answer:
         self.choices = {uid: Choice(index) for index, uid in enumerate(uids)}
         self.started_at = time.time()
         self.head = {"id": self.id, "object": self.whole_name, "created": int(self.started_at), "model": ask.model}
-        self.chunk_head = b"data: " + encode(self.head | {"object": self.chunk_name})[:-1] + b',"choices":['
-        self.chunk_tail = b'],"usage":null}\n\n' if ask.usage.include_usage else b"]}\n\n"
+        self.chunk_tail = b'],"usage":null}\n\n' if ask.stream_options.include_usage else b"]}\n\n"
         self.num_open = len(uids)
+
+    @cached_property
+    def chunk_head(self) -> bytes:
+        return b"data: " + encode(self.head | {"object": self.chunk_name})[:-1] + b',"choices":['
 
     def add(self, pieces: list[Piece]) -> None:
         """For `whole`."""
@@ -87,12 +91,12 @@ class Answer:
 
     def events(self, pieces: list[Piece]) -> bytes:
         """Server-sent events of what these bring, and behind the last piece of all the end of the stream."""
-        out: list[bytes] = []
+        out, head = [], self.chunk_head
         for piece in pieces:
             choice = self.choices[piece.uid]
             choice.count(piece)
             for content in self.contents(choice, piece):
-                out += (self.chunk_head, content, self.tail())
+                out += (head, content, self.tail())
             self.num_open -= piece.finish_reason is not None
         if not self.num_open:
             out.append(self.ending())
@@ -100,12 +104,12 @@ class Answer:
 
     def tail(self) -> bytes:
         """Behind the choices of a chunk."""
-        if self.ask.usage.continuous_usage_stats:
+        if self.ask.stream_options.continuous_usage_stats:
             return b'],"usage":' + encode(self.usage()) + b"}\n\n"
         return self.chunk_tail
 
     def ending(self) -> bytes:
-        if not self.ask.usage.include_usage:
+        if not self.ask.stream_options.include_usage:
             return DONE
         chunk = self.head | {"object": self.chunk_name, "choices": [], "usage": self.usage()}
         return b"data: " + encode(chunk) + b"\n\n" + DONE

@@ -6,7 +6,6 @@ logged (`unknown`). null always means "not given".
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
@@ -89,14 +88,18 @@ def tidied(neutral: dict[str, tuple], ignored: frozenset[str] = frozenset()) -> 
     def tidy(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        for name, values in neutral.items():
-            if (value := fields.get(name)) is not None and value not in values:
+        known, given, unknown = cls.model_fields, {}, []
+        for name, value in fields.items():
+            if value is None:
+                continue
+            if name in known:
+                given[name] = value
+            elif name not in neutral and name not in ignored:
+                unknown.append(name[:MAX_NAME])
+            elif name in neutral and value not in neutral[name]:
                 raise refused(name)
-        known = {*cls.model_fields, *neutral, *ignored}
-        unknown = [name[:MAX_NAME] for name, value in fields.items() if name not in known and value is not None]
         if len(unknown) > MAX_UNKNOWN:
             raise ApiError(400, f"{unknown[0]} and {len(unknown) - 1} others are no known parameters", unknown[0])
-        given = {name: fields[name] for name in cls.model_fields if fields.get(name) is not None}
         return given | dict.fromkeys(unknown)
 
     return model_validator(mode="before")(classmethod(tidy))
@@ -284,7 +287,7 @@ class Sampling(BaseModel):
     ignore_eos: bool = False
     cache_salt: str = Field("", max_length=256)
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     # what the text must be: OpenAI's field, SGLang's, vLLM's, and vLLM's older ones; one of them
     response_format: ResponseFormat | None = None
     regex: Text | None = None
@@ -298,15 +301,11 @@ class Sampling(BaseModel):
 
     @model_validator(mode="after")
     def check_sampling(self):
-        if self.stream_options and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options needs stream to be true")
         if self.best_of not in (None, self.n):
             raise refused("best_of", "leave it out, or give the value of n")
         return self
-
-    @property
-    def usage(self) -> StreamOptions:
-        return self.stream_options or StreamOptions()
 
     @property
     def unknown(self) -> list[str]:
@@ -337,7 +336,7 @@ class Sampling(BaseModel):
     def grammar(self) -> str:
         return only_one(self.grammars)
 
-    def params(self) -> RequestParams:
+    def params(self, **more) -> RequestParams:
         if (grammar := self.grammar) and (self.min_tokens or self.ignore_eos):
             field = "min_tokens" if self.min_tokens else "ignore_eos"
             raise ApiError(400, f"{field} contradicts what says where the text ends", field, "invalid_value")
@@ -352,12 +351,13 @@ class Sampling(BaseModel):
             frequency_penalty=self.frequency_penalty,
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
             logprobs=self.num_likeliest,
-            max_tokens=self.most_tokens or MAX_COUNT,
+            max_tokens=MAX_COUNT if self.most_tokens is None else max(1, self.most_tokens),
             min_tokens=self.min_tokens,
             stop_token_ids=frozenset(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             cache_salt=self.cache_salt,
             grammar=grammar,
+            **more,
         )
 
     def options(self, **more) -> TextOptions:
@@ -470,7 +470,7 @@ class CompletionRequest(Sampling):
 
     def calls(self, uids: list[int], max_len: int) -> list[Tokenize]:
         """uids: n for each prompt."""
-        params = replace(self.params(), prompt_logprobs=self.logprobs if self.echo else None)
+        params = self.params(prompt_logprobs=self.logprobs if self.echo else None)
         options = self.options(continues=True, echo=self.echo, only_prompt=self.max_tokens == 0)
         return [
             Tokenize(
