@@ -34,6 +34,7 @@ INSTRUMENTS = {  # they measure and show; no request passes through them
         "workload",
         "cli",
         "local_server",
+        "check_clients",
         "byte_tokenizer",
     )
 }

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,13 +14,15 @@ from hypothesis import strategies as st
 
 from common.config import UserError
 from common.tokenizer import load_tokenizer
+from stage7_radix.params import RequestParams
+from stage9_server import check_clients
 from stage9_server.byte_tokenizer import ByteTokenizer
 from stage9_server.cli import parse, translated
 from stage9_server.guard.guard import Guard, Limits, NoGuard
 from stage9_server.guard.texts import NoTextLimits
 from stage9_server.messages import EngineStats, Failed, Generate, Piece, Tokenize
 from stage9_server.observe.logs import throughput_lines
-from stage9_server.observe.metrics import Metrics
+from stage9_server.observe.metrics import Metrics, Watch
 from stage9_server.openai_api.app import create_app
 from stage9_server.openai_api.reasoning import Thinking
 from stage9_server.tokenizer_worker import Tokenizing
@@ -104,8 +107,6 @@ def thinker(text_checkpoint):
 
 
 def tokenize(tokenizing: Tokenizing, **fields) -> Generate | Failed:
-    from stage7_radix.params import RequestParams
-
     call = Tokenize([1], messages=HELLO, params=RequestParams(), max_len=500)
     for name, value in fields.items():
         setattr(call, name, value)
@@ -305,8 +306,6 @@ def test_metrics_of_a_call():
     ):  # fmt: skip
         assert line in page, line
     metrics = Metrics("m", lambda: None)
-    from stage9_server.observe.metrics import Watch
-
     Watch(metrics, "id", [1], 1).count([Piece(1, "a", [7], None, 5, 0, queue_seconds=0.03)])
     assert sum(metrics.queue.counts) == 1
 
@@ -343,6 +342,23 @@ def test_without_a_guard_nothing_is_asked_for():
         return await Exchange(TEXT, {"model": "m", "prompt": "x"}, headers=[(b"host", b"evil")])(app)
 
     assert asyncio.run(run()).status == 200
+
+
+# --- clients ---
+
+
+def test_the_table_of_clients_is_what_was_tried():
+    folder = Path(check_clients.__file__).parent
+    rows = json.loads((folder / "results" / "cpu-clients.json").read_text())["rows"]
+    assert {(client, what) for client, _, what, _ in rows} == {
+        (name, what) for name, client in check_clients.CLIENTS.items() for what in client.checks
+    }
+    assert {result for *_, result in rows} == {"works"}
+    page = (folder / "DEEPER.md").read_text()
+    for name in check_clients.CLIENTS:
+        version, *_ = {version for client, version, *_ in rows if client == name}
+        tried = "; ".join(what for client, _, what, _ in rows if client == name)
+        assert f"| {name} | {version} | {tried} |" in page
 
 
 # --- flags ------------------------------------------------------------------------------------------------------

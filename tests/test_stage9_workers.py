@@ -32,6 +32,7 @@ from stage9_server.ipc import API, DETOKENIZER, SCHEDULER, Settings
 from stage9_server.local_server import ROOT
 from stage9_server.messages import (
     Abort,
+    Accepted,
     Detokenize,
     Detokenized,
     EngineStats,
@@ -235,7 +236,7 @@ def finish(scheduling: Scheduling, *steps: Tokens) -> dict[int, list]:
 
 def test_sequences_of_a_call(scheduling):
     message = Generate([11, 12], [5, 6, 7], RequestParams(max_tokens=4, ignore_eos=True), OPTIONS)
-    assert scheduling.handle(message) == []
+    assert scheduling.handle(message) == [(API, Accepted([11, 12]))]
     first = scheduling.step()
     while not first.tokens:
         first = scheduling.step()
@@ -290,19 +291,21 @@ def test_what_the_engine_refuses_is_the_callers_mistake(scheduling, what):
 
 def test_the_queue_has_an_end(scheduling):
     for uid in range(4 + 3):  # those that can run, and those that may wait
-        assert scheduling.handle(generate(uid)) == []
+        assert scheduling.handle(generate(uid)) == [(API, Accepted([uid]))]
     ((to, failed),) = scheduling.handle(generate(7))
     assert (to, failed.uids, failed.status) == (API, [7], 503)
     assert set(finish(scheduling)) == set(range(7))
-    assert scheduling.handle(generate(8)) == []
+    assert scheduling.handle(generate(8)) == [(API, Accepted([8]))]
     finish(scheduling)
-    assert scheduling.handle(generate(*range(10, 26))) == []  # one call is never too many by itself
+    assert scheduling.handle(generate(*range(10, 26))) == [
+        (API, Accepted(list(range(10, 26))))
+    ]  # one call is never too many by itself
 
 
 def test_aborts_before_during_and_after(scheduling):
     early, late = Abort([1, 3]), Abort([2])
     assert scheduling.handle(early) == [(DETOKENIZER, early)]
-    assert scheduling.handle(generate(1, 2, 3, max_tokens=50)) == []
+    assert scheduling.handle(generate(1, 2, 3, max_tokens=50)) == [(API, Accepted([2]))]
     assert set(scheduling.live) == {2}
     scheduling.step()
     assert scheduling.handle(late) == [(DETOKENIZER, late)]
@@ -462,6 +465,30 @@ def test_pieces_of_several_calls_come_as_one(folder):
         assert [(p.uid, p.text, len(p.token_ids)) for p in await task] == [(1, "ab", 2), (3, "y", 2), (2, "x", 1)]
         assert not hub.sequences
         assert not [message for _, message in sent if isinstance(message, Abort)]
+
+    play(folder, script)
+
+
+def test_nothing_is_handed_out_before_the_engine_has_all_of_a_call(folder):
+    """So a call that fails in part has a status of its own; and then a client is told at once that it will be answered."""
+
+    async def script(hub, sent):
+        stream = hub.stream([call(uids=[1], text="a"), call(uids=[2, 3], text="b")])
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        for message in (Accepted([1]), Pieces([piece(1, "early")]), Accepted([2])):
+            hub.handle(message)
+            await asyncio.sleep(0)
+            assert not first.done()
+        hub.handle(Accepted([3]))
+        assert [p.text for p in await first] == ["early"]
+        await stream.aclose()
+        stream = hub.stream([call(uids=[4], text="a")])
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        hub.handle(Accepted([4]))
+        assert await first == []
+        await stream.aclose()
 
     play(folder, script)
 

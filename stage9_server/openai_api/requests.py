@@ -107,6 +107,8 @@ def tidied(neutral: dict[str, tuple], ignored: frozenset[str] = frozenset()) -> 
 
 def documented(schema: dict, cls: type[BaseModel]) -> None:
     """For the OpenAPI document: null for what may be left out, and the neutral values of what is not supported."""
+    if cls is Message:  # which can do without one only if it has tool calls
+        schema["required"].append("content")
     for name, field in schema["properties"].items():
         if name not in schema.get("required", []):
             schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
