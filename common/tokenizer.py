@@ -43,7 +43,17 @@ class Tokenizer:
         spelt_out = bool(self.hf.bos_token) and text.startswith(self.hf.bos_token)
         return self.hf.encode(text, add_special_tokens=special and not spelt_out)
 
-    def chat(self, messages: list[dict], variables: dict | None = None) -> list[int]:
+    @property
+    def template(self) -> str:
+        """For chats; empty if there is none."""
+        return str(self.hf.chat_template or "")
+
+    @property
+    def knows_tools(self) -> bool:
+        """Does the chat template show tools to the model?"""
+        return "tools" in self.template
+
+    def chat(self, messages: list[dict], variables: dict | None = None, tools: list[dict] | None = None) -> list[int]:
         """Token ids of a conversation ([{"role": …, "content": …}, …]), ready for the assistant's answer.
 
         variables: for the template, such as {"enable_thinking": False}.
@@ -57,7 +67,7 @@ class Tokenizer:
             raise UserError(f"{min(taken)} is no variable of a chat template; leave it out")
         try:
             return self.hf.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True, **variables
+                messages, tools=tools or None, add_generation_prompt=True, return_dict=True, **variables
             )["input_ids"]  # fmt: skip
         except TemplateError as error:
             raise UserError(f"the model's chat template fails: {first_line(error)}") from error

@@ -89,6 +89,11 @@ class SamplingParams:
         return any(penalties) or bool(self.logit_bias) or self.min_tokens > 0
 
     @cached_property
+    def needs_text(self) -> bool:
+        """Has the host to know every token before the next one can be sampled? Penalties count what is there already."""
+        return any((self.repetition_penalty != 1, self.presence_penalty, self.frequency_penalty))
+
+    @cached_property
     def plain(self) -> bool:
         """The likeliest token, or one draw from the model's logits, is all it takes."""
         return not self.filters and not self.adjusts and self.logprobs is None

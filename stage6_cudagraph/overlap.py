@@ -14,7 +14,6 @@ from torch import Tensor
 
 from common.model import CausalLM
 from stage2_req.engine import Engine
-from stage2_req.params import SamplingParams
 from stage2_req.parts import Sampler
 from stage2_req.req import Batch, Output, Samples, upload
 from stage2_req.runner import ModelRunner
@@ -106,7 +105,7 @@ class OverlapEngine(Engine):
     def step(self) -> list[Output]:
         """Enqueue one step, then collect the one before it; returns that one's tokens."""
         outputs = []
-        if self.in_flight and any(needs_text(req.params) for req in self.in_flight[0].sampled):
+        if self.in_flight and any(req.params.needs_text for req in self.in_flight[0].sampled):
             outputs = self.collect_in_flight()
         batch = self.scheduler.schedule()
         launched = (batch, self.launch(batch)) if batch else None
@@ -117,8 +116,3 @@ class OverlapEngine(Engine):
     def collect_in_flight(self) -> list[Output]:
         step, self.in_flight = self.in_flight, None
         return self.collect(*step) if step else []
-
-
-def needs_text(params: SamplingParams) -> bool:
-    """Has the host to know every token before the next one can be sampled? Penalties count what is there already."""
-    return any((params.repetition_penalty != 1, params.presence_penalty, params.frequency_penalty))

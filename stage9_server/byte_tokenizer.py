@@ -5,6 +5,7 @@ class ByteTokenizer:
     """The interface of common.tokenizer.Tokenizer. Ids from 256 on, which such a model draws too, are shown as numbers."""
 
     longest_token = 1
+    template, knows_tools = "", False
 
     def __init__(self):
         self.special_tokens: dict[int, str] = {}
@@ -12,7 +13,7 @@ class ByteTokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode())
 
-    def chat(self, messages: list[dict], variables: dict | None = None) -> list[int]:
+    def chat(self, messages: list[dict], variables: dict | None = None, tools: list[dict] | None = None) -> list[int]:
         return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: ")
 
     def thinking(self, ids: list[int]) -> bool | None:

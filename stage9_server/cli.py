@@ -18,6 +18,7 @@ from common.config import UserError, check_range
 from stage9_server.guard.guard import Limits
 from stage9_server.inspector.routes import add_flag
 from stage9_server.observe.logs import LEVELS
+from stage9_server.openai_api.tools import FORMATS
 
 KEY_VARIABLE = "SGLANG_ZERO_KEY"  # of the environment: the key that a server asks for, and that a client gives
 ENGINE_FLAGS = tuple(cli.FIELDS)
@@ -69,6 +70,7 @@ INSTEAD = {  # likewise, where a name alone won't do
     "--tokenizer-path": "the tokenizer is the checkpoint's own",
     "--tokenizer": "the tokenizer is the checkpoint's own; --tokenizers N is the number of processes for it",
     "--reasoning-parser": "leave it out: templates that know <think> are recognised",
+    "--enable-auto-tool-choice": "leave it out: tools are always there",
     "--trust-remote-code": "leave it out: code of a checkpoint is never run",
     "--enable-metrics": "leave it out: /metrics is always there",
 }
@@ -83,6 +85,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     levels = "what is logged: info has a line per request, warning what is wrong with one"
     result.add_argument("--log-level", choices=LEVELS, default="warning", help=f"{levels} (default: warning)")
     add_flag(result)
+    how = "how the model writes calls of tools (default: as its chat template says)"
+    result.add_argument("--tool-call-parser", choices=FORMATS, help=how)
     without = "protect the server against the world; without it, only for experiments"
     result.add_argument("--guard", action=argparse.BooleanOptionalAction, default=True, help=f"{without} (default: on)")
     return result

@@ -77,9 +77,9 @@ class Worker:
     def send(self, to: str, message: Message) -> None:
         send(self.outboxes[to], message)
 
-    def receive(self, wait: bool) -> list[Message]:
-        """All that is in the inbox. With `wait`: at least something, or nothing for a second."""
-        if wait and not self.inbox.poll(1000) and os.getppid() != self.parent:
+    def receive(self, wait: bool, seconds: float = 1) -> list[Message]:
+        """All that is in the inbox. With `wait`: at least something, or nothing for so long."""
+        if wait and not self.inbox.poll(seconds * 1000) and os.getppid() != self.parent:
             sys.exit(ORPHANED)  # for systems that have no signal for this
         return receive(self.inbox)
 

@@ -65,7 +65,7 @@ async def serve(args: argparse.Namespace, folder: str, sock: socket.socket) -> N
 
 async def answer(args, hub: Hub, guard: Guard | NoGuard, sock: socket.socket, until: list[asyncio.Future]) -> None:
     """Serve the API until one of the tasks is done; then answer what is open, within limits."""
-    app = create_app(hub, args.served_model_name, guard, tuple(args.cors_origin))
+    app = create_app(hub, args.served_model_name, guard, tuple(args.cors_origin), args.tool_call_parser or "")
     add_inspector(app, hub, args.inspect)
     quiet = {"lifespan": "off", "ws": "none", "access_log": False, "log_level": "warning", "log_config": None}
     quiet |= {"http": guard.protocol, "timeout_graceful_shutdown": args.drain_seconds + 1}

@@ -37,6 +37,7 @@ class Tokenize(Struct, tag=True):
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     variables: dict[str, Any] = {}  # for the chat template, beside the messages
+    tools: list[dict[str, Any]] = []  # likewise
     special: bool = True  # add the model's own start token to text
     params: RequestParams | None = None  # None: only the ids are wanted (Tokenized)
     max_tokens: int | None = None  # None: as many as fit; overrides params

@@ -12,6 +12,7 @@ from stage8_tp.build import build_rank
 from stage8_tp.engine import TPEngine
 from stage8_tp.launch import run_ranks
 from stage8_tp.ranks import Alone, Ranks
+from stage9_server.grammar.admission import Admission, FreeText, make_grammars
 from stage9_server.guard.process import last_words, run_worker
 from stage9_server.inspector.live import Watching
 from stage9_server.inspector.messages import Inspect
@@ -36,8 +37,8 @@ MAX_EARLY = 1 << 16  # uids
 class Scheduling:
     """Between messages and the engine."""
 
-    def __init__(self, engine: Engine | TPEngine, max_queue: int):
-        self.engine, self.max_queue = engine, max_queue
+    def __init__(self, engine: Engine | TPEngine, max_queue: int, grammars: Admission | FreeText | None = None):
+        self.engine, self.max_queue, self.grammars = engine, max_queue, grammars or FreeText()
         self.live: dict[int, Started | None] = {}  # uids in the engine -> what the detokenizer still has to learn
         self.early: dict[int, None] = {}  # aborted before they came; the oldest first
 
@@ -62,10 +63,12 @@ class Scheduling:
         if not uids:
             return []
         stats = self.engine.stats()
-        queue = stats.waiting + len(uids) - stats.free_requests
+        queue = stats.waiting + self.grammars.num_held + len(uids) - stats.free_requests
         # requests that can run at once don't wait, and one call alone fits always
         if queue > max(self.max_queue, len(uids)):
             return [(API, Failed(uids, 503, f"the queue is full ({self.max_queue} requests); try again later"))]
+        if self.grammars.hold(call):
+            return []
         seed, echo = call.params.seed, call.prompt_ids if call.options.echo else []
         for i, uid in enumerate(uids):
             params = call.params if seed is None else replace(call.params, seed=seed + i)
@@ -75,6 +78,24 @@ class Scheduling:
                 return [(API, Failed(uids, 400, str(error)))]
             self.live[uid] = Started(uid, len(call.prompt_ids), call.options, echo)
         return [(API, Accepted(uids))]
+
+    def admit_held(self) -> list[tuple[str, Message]]:
+        """Calls whose grammar is there, or can't be."""
+        answers = []
+        for call, error in self.grammars.take():
+            answers += [(API, Failed(call.uids, 400, error))] if error else self.add(call)
+        return answers
+
+    def end_failed(self) -> list[tuple[str, Message]]:
+        """Sequences whose grammar became too much on the way."""
+        failed = {uid: reason for uid, reason in self.grammars.take_failed().items() if uid in self.live}
+        for uid in failed:
+            del self.live[uid]
+            self.engine.abort(uid)
+        texts = [(uid, f"the grammar takes too much time here: {reason}") for uid, reason in failed.items()]
+        return [(API, Failed([uid], 400, text)) for uid, text in texts] + [(DETOKENIZER, Abort([*failed]))] * bool(
+            failed
+        )
 
     def step(self) -> Tokens:
         tokens, started = [], []
@@ -99,14 +120,15 @@ class Scheduling:
         return EngineStats(*(getattr(stats, name) for name in EngineStats.__struct_fields__))
 
 
-def serve(engine: Engine | TPEngine, worker: Worker) -> None:
-    scheduling = Scheduling(engine, worker.settings.max_queue)
+def serve(engine: Engine | TPEngine, worker: Worker, grammars: Admission | FreeText | None = None) -> None:
+    grammars = grammars or FreeText()
+    scheduling = Scheduling(engine, worker.settings.max_queue, grammars)
     watching = Watching(engine, worker.settings.engine.model)
     facts = {"max_len": engine.cache.max_len, "vocab_size": engine.model.vocab_size, "device": str(engine.device)}
     worker.ready(model=worker.settings.engine.model, engine=asdict(worker.settings.engine), **facts)
     reported, busy, checked = 0.0, True, True
     while True:
-        messages = worker.receive(wait=not busy)
+        messages = worker.receive(wait=not busy, seconds=0.005 if grammars.num_held else 1)
         if not (busy or messages or checked):  # a second without anything to do, for the first time since there was
             engine.cache.check_integrity()
             checked = True
@@ -117,6 +139,8 @@ def serve(engine: Engine | TPEngine, worker: Worker) -> None:
             worker.send(DETOKENIZER, tokens)
         if lines := watching.news():
             worker.send(API, lines)
+        for to, answer in scheduling.end_failed() + scheduling.admit_held():
+            worker.send(to, answer)
         was_busy, busy = busy, engine.has_work()
         checked = checked and not busy
         if was_busy > busy or time.monotonic() > reported + STATS_INTERVAL:
@@ -129,7 +153,8 @@ def work(settings: Settings, ranks: Ranks | Alone) -> None:
     if ranks.rank == 0:
         with last_words(settings):
             worker = Worker(settings)
-            serve(build_rank(settings.engine, ranks), worker)
+            grammars, sampler = make_grammars(settings.engine)
+            serve(build_rank(settings.engine, ranks, sampler), worker, grammars)
     else:
         build_rank(settings.engine, ranks).follow()
 

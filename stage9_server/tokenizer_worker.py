@@ -12,6 +12,7 @@ from stage9_server.guard.process import run_worker
 from stage9_server.guard.texts import NoTextLimits, TextLimits, sort_in, too_long
 from stage9_server.ipc import API, SCHEDULER, Settings, Worker
 from stage9_server.messages import Detokenize, Detokenized, Failed, Generate, Message, Tokenize, Tokenized
+from stage9_server.openai_api.tools import FORMATS, explained, format_of, told
 
 FIRST = Tokenize([0], messages=[{"role": "user", "content": ""}])  # loads Jinja
 
@@ -21,6 +22,7 @@ class Tokenizing:
 
     def __init__(self, tokenizer, limits: TextLimits | NoTextLimits):
         self.tokenizer, self.limits = tokenizer, limits
+        self.tool_format = format_of(tokenizer.template)
 
     def handle(self, message: Tokenize | Detokenize) -> tuple[str, Message]:
         """(receiver, answer). A call that fails, for whatever reason, affects no other call."""
@@ -50,7 +52,11 @@ class Tokenizing:
 
     def ids(self, call: Tokenize) -> list[int]:
         if call.messages is not None:
-            return self.tokenizer.chat(call.messages, call.variables)  # the template writes the start token
+            messages, how = call.messages, FORMATS[self.tool_format]
+            if not self.tokenizer.knows_tools:  # so they are told in words
+                messages = [told(message, how) for message in messages]
+                messages = explained(messages, call.tools, how) if call.tools else messages
+            return self.tokenizer.chat(messages, call.variables, call.tools)  # the template writes the start token
         if call.text is not None:
             return self.tokenizer.encode(call.text, special=call.special)
         return call.token_ids
@@ -58,7 +64,7 @@ class Tokenizing:
 
 def serve(tokenizing: Tokenizing, worker: Worker) -> None:
     """One call at a time, so that an abort finds those that have not begun."""
-    worker.ready()
+    worker.ready(tool_format=tokenizing.tool_format)
     queue: deque[Tokenize | Detokenize] = deque()
     while True:
         sort_in(queue, worker.receive(wait=not queue))

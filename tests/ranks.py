@@ -83,10 +83,10 @@ def on_ranks(world: int, work: Callable[[ThreadRanks], object]) -> list:
 
 
 def start_ranks(
-    config: EngineConfig, world: int, change: Callable[[TPEngine], object] = lambda engine: None
+    config: EngineConfig, world: int, change: Callable[[TPEngine], object] = lambda engine: None, *sampler
 ) -> tuple[list[TPEngine], list[threading.Thread]]:
     """The engines of all ranks, and the threads in which all but the first follow. `change` is applied to each."""
-    engines = on_ranks(world, lambda ranks: build_rank(config, ranks))
+    engines = on_ranks(world, lambda ranks: build_rank(config, ranks, *sampler))
     for engine in engines:
         change(engine)
     threads = [threading.Thread(target=follow, args=[engine], daemon=True) for engine in engines[1:]]
@@ -115,9 +115,9 @@ def follow(engine: TPEngine) -> None:
 
 
 def build_ranks(
-    config: EngineConfig, world: int, change: Callable[[TPEngine], object] = lambda engine: None
+    config: EngineConfig, world: int, change: Callable[[TPEngine], object] = lambda engine: None, *sampler
 ) -> TPEngine:
     """Rank 0's engine; the others follow until it is gone."""
-    engines, _ = start_ranks(config, world, change)
+    engines, _ = start_ranks(config, world, change, *sampler)
     weakref.finalize(engines[0], engines[0].ranks.meeting.barrier.abort)
     return engines[0]

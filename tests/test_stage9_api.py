@@ -42,7 +42,7 @@ from stage9_server.openai_api.errors import ApiError, error_body, from_validatio
 from stage9_server.scheduler_worker import STATS_INTERVAL
 from tests.conftest import reference
 
-MAX_LEN, PAGE, MAX_CONCURRENT, MAX_BODY = 256, 8, 48, 100_000
+MAX_LEN, PAGE, MAX_CONCURRENT, MAX_BODY = 512, 8, 48, 100_000
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -502,7 +502,7 @@ BAD = {
     "id beyond the vocabulary": (TEXT, {"prompt": [100_000]}, None),
     "huge id": (TEXT, {"prompt": [2**70]}, "prompt.0.ids.0"),
     "id is a fraction": (TEXT, {"prompt": [1.5]}, "prompt.0.ids.0"),
-    "prompt too long": (TEXT, {"prompt": "x" * 300}, None),
+    "prompt too long": (TEXT, {"prompt": "x" * (MAX_LEN + 44)}, None),
     "chat too long": (CHAT, {"messages": [{"role": "user", "content": "x" * 5000}]}, None),
     "too many sequences": (TEXT, {"prompt": ["x"] * 17, "n": 16}, "n"),
     "temperature is text": (CHAT, {"temperature": "1"}, "temperature"),
@@ -548,14 +548,22 @@ BAD = {
     "nothing to tokenize": ("/tokenize", {}, "prompt"),
     "two things to tokenize": ("/tokenize", {"prompt": "x", "messages": HELLO}, "prompt"),
     # of OpenAI's fields
-    "tools": (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    "tools": (CHAT, {"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools.0.function.name"),
+    "a tool that is not there": (
+        *(CHAT, {"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ),
     "tool_choice": (CHAT, {"tool_choice": "required"}, "tool_choice"),
     "min_tokens": (CHAT, {"min_tokens": 20, "max_tokens": 10}, None),
-    "a grammar": (TEXT, {"guided_regex": "a+"}, "guided_regex"),
+    "two grammars": (TEXT, {"guided_regex": "a+", "ebnf": "b"}, "response_format"),
+    "a grammar that is none": (TEXT, {"regex": "(a"}, None),
+    "what no grammar can do": (TEXT, {"json_schema": {"type": "array", "uniqueItems": True}}, None),
+    "a grammar without its end": (TEXT, {"regex": "a+", "ignore_eos": True}, "ignore_eos"),
+    "a long grammar": (TEXT, {"json_schema": {"const": "x" * 70_000}}, None),
     "beam search": (TEXT, {"use_beam_search": True}, "use_beam_search"),
     "functions": (CHAT, {"functions": [{}]}, "functions"),
     "function_call": (CHAT, {"function_call": {"name": "f"}}, "function_call"),
-    "JSON answers": (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    "XML answers": (CHAT, {"response_format": {"type": "xml"}}, "response_format.type"),
+    "a schema that is missing": (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
     "audio": (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
     "a voice": (CHAT, {"audio": {"voice": "x"}}, "audio"),
     "prediction": (CHAT, {"prediction": {"type": "content", "content": "x"}}, "prediction"),
@@ -811,7 +819,7 @@ class FakeHub:
 
     def __init__(self, *script):
         self.script, self.left_early, self.calls = script, 0, []
-        self.info = {"max_len": 100, "vocab_size": 50, "model": "/path", "engine": {}}
+        self.info = {"max_len": 100, "vocab_size": 50, "model": "/path", "engine": {}, "tool_format": "hermes"}
         self.stats, self.reason, self.last = None, None, 0
 
     def new_uids(self, n):
@@ -1239,3 +1247,72 @@ def test_jobs_keep_to_the_limit_and_to_the_rate():
     assert most == 3
     times = asyncio.run(load.spread([job] * 10, rate=50.0))
     assert times == sorted(times) and times[-1] - times[0] > 0.05
+
+
+# --- what a text must be, and tools ---------------------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {
+    "type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"], "additionalProperties": False}}}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(("fields", "whole"), [
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, None),
+    ({"extra_body": {"json_schema": json.dumps(SCHEMA)}}, None),
+    ({"extra_body": {"guided_json": SCHEMA}}, None),
+    ({"extra_body": {"structured_outputs": {"json": SCHEMA}}}, None),
+    ({"extra_body": {"regex": "[ab]{2}-[0-9]"}}, "[ab]{2}-[0-9]"),
+    ({"extra_body": {"guided_regex": "x(yz)?"}}, "x(yz)?"),
+    ({"extra_body": {"guided_choice": ["left", "right"]}}, "left|right"),
+    ({"extra_body": {"structured_outputs": {"choice": ["ja", "nein"]}}}, "ja|nein"),
+    ({"extra_body": {"ebnf": 'root ::= "<" [ab] ">"'}}, "<[ab]>"),
+    ({"extra_body": {"guided_grammar": 'root ::= "q" "r"?'}}, "qr?"),
+])  # fmt: skip
+def test_the_text_is_what_it_must_be(chat, fields, whole):
+    answer = chat(**{"max_tokens": 100, "temperature": 1, "n": 2, "logprobs": True} | fields)
+    for choice in answer.choices:
+        text = choice.message.content
+        assert choice.finish_reason == "stop" and (re.fullmatch(whole, text) if whole else json.loads(text))
+    streamed = "".join(
+        chunk.choices[0].delta.content or "" for chunk in chat(**{"max_tokens": 100, "stream": True} | fields)
+    )
+    assert re.fullmatch(whole, streamed) if whole else type(json.loads(streamed)["ok"]) is bool
+
+
+def test_max_tokens_inside_json_is_length(chat):
+    answer = chat(response_format={"type": "json_object"}, max_tokens=3)
+    assert answer.choices[0].finish_reason == "length" and answer.choices[0].message.content.startswith("{")
+
+
+def test_a_stop_string_inside_what_must_be(chat):
+    """Both count: the text is right as far as it goes."""
+    answer = chat(extra_body={"regex": "[ab]{4}-[0-9]+x"}, stop=["-"])
+    assert re.fullmatch("[ab]{4}", answer.choices[0].message.content) and answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_calls_of_tools(chat, choice):
+    ask = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 80, "temperature": 1, "parallel_tool_calls": False}
+    whole = chat(**ask).choices[0]
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    (call,) = whole.message.tool_calls
+    assert call.function.name == "f" and json.loads(call.function.arguments)["n"] in (1, 22)
+    chunks = [chunk.choices[0] for chunk in chat(stream=True, **ask)]
+    deltas = [delta for chunk in chunks for delta in chunk.delta.tool_calls or []]
+    assert deltas[0].function.name == "f" and deltas[0].id and not any(d.id or d.function.name for d in deltas[1:])
+    assert json.loads("".join(delta.function.arguments for delta in deltas))["n"] in (1, 22)
+    assert chunks[-1].finish_reason == "tool_calls" and not any(chunk.delta.content for chunk in chunks)
+
+
+def test_tools_are_told_and_their_results_too(chat):
+    alone = chat().usage.prompt_tokens
+    assert chat(tools=[TOOL]).usage.prompt_tokens > alone + 150
+    assert chat(tools=[TOOL], tool_choice="none").usage.prompt_tokens == alone
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"n": 1}'}}
+    past = [*HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "2", "tool_call_id": "c"}]
+    assert chat(messages=past).usage.prompt_tokens > alone + 60

@@ -18,7 +18,7 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi import checks
 
 from stage9_server import local_server
-from stage9_server.openai_api import requests
+from stage9_server.openai_api import formats, requests
 from tests.test_stage9_api import CHAT, HELLO, TEXT, FakeHub, app_of, events, post, wait_until_idle
 
 CHECKS = [
@@ -86,6 +86,10 @@ def test_answers_are_those_of_the_document(server, document, method, path, mode)
     @given(operation.as_strategy(generation_mode=mode))
     def run(case):
         if time.monotonic() < end:
+            if mode is GOOD and isinstance(case.body, dict):  # what is a grammar no document can say; tools take room
+                for fields in (case.body, case.body.get("sampling_params") or {}):
+                    for name in (*formats.FIELDS, "tool_choice", "tools"):
+                        fields.pop(name, None)
             answer = case.call(base_url=server.url, timeout=60)
             seen.add(answer.status_code)
             case.validate_response(answer, checks=CHECKS)

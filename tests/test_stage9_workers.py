@@ -323,7 +323,7 @@ class Script:
     def __init__(self, *script: list, at_every_look: bool = False):
         self.script, self.at_every_look, self.sent = iter(script), at_every_look, []
 
-    def receive(self, wait: bool) -> list:
+    def receive(self, wait: bool, seconds: float = 1) -> list:
         return next(self.script) if wait or self.at_every_look else []  # raises StopIteration at the end
 
     def ready(self, **info) -> None:

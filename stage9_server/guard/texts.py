@@ -61,7 +61,9 @@ class TextLimits:
             if len(message.token_ids) > MAX_IDS:
                 raise UserError(f"there are {len(message.token_ids)} tokens, and at most {MAX_IDS} are taken")
             return
-        size = sum(len(text.encode()) for text in texts([message.text, message.messages, message.variables]))
+        size = sum(
+            len(text.encode()) for text in texts([message.text, message.messages, message.variables, message.tools])
+        )
         if size > MAX_BYTES:
             raise UserError(f"the text has {size} bytes, and at most {MAX_BYTES} are taken; send less, or token ids")
         if message.params and size > message.max_len * longest_token:  # not worth the time to count

@@ -13,6 +13,7 @@ import msgspec
 from stage9_server.messages import Piece, TokenLogprob
 from stage9_server.openai_api.reasoning import Plain, Thinking
 from stage9_server.openai_api.requests import ChatRequest, Sampling
+from stage9_server.openai_api.tools import Then, ToolCalls
 
 MAX_TEXTS = 1024  # pieces of an answer; a string of four letters takes the memory of fifty
 DONE = b"data: [DONE]\n\n"
@@ -38,8 +39,9 @@ class Choice:
         self.index, self.texts, self.logprobs, self.token_ids = index, [], [], []
         self.finish_reason: str | None = None
         self.prompt_tokens = self.cached_tokens = self.num_tokens = 0
-        self.parser: Plain | Thinking | None = None  # of a stream, from its first piece on
+        self.parser: Plain | Thinking | Then | None = None  # of a stream, from its first piece on
         self.thinking: bool | None = None
+        self.called = False  # does it call a tool?
         self.length, self.decoder = 0, codecs.getincrementaldecoder("utf-8")("replace")
 
     def count(self, piece: Piece) -> None:
@@ -112,6 +114,11 @@ class Answer:
         chunk = self.head | {"object": self.chunk_name, "choices": [], "usage": self.usage()}
         return b"data: " + encode(chunk) + b"\n\n" + DONE
 
+    @staticmethod
+    def reason(choice: Choice) -> str | None:
+        """Why it ended. Asked once its message is made."""
+        return choice.finish_reason
+
     def usage(self) -> dict:
         """A prompt counts once, however many choices it has; what they found in the cache is what was there before."""
         choices, n = list(self.choices.values()), self.ask.n
@@ -135,7 +142,7 @@ class Answer:
                 "index": choice.index,
                 **self.message(choice),
                 "logprobs": None if self.ask.num_likeliest is None else self.logprobs(choice, choice.logprobs),
-                "finish_reason": choice.finish_reason,
+                "finish_reason": self.reason(choice),
             }
             choices.append(msgspec.Raw(encode(content)))
             choice.texts, choice.logprobs = [], []
@@ -153,8 +160,11 @@ class ChatAnswer(Answer):
     prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     ask: ChatRequest
 
-    def parser(self, thinking: bool | None) -> Plain | Thinking:
-        return Plain() if thinking is None or not self.ask.separate_reasoning else Thinking(thinking)
+    def parser(self, thinking: bool | None) -> Plain | Thinking | Then:
+        """A grammar leaves no room for thoughts."""
+        plain = thinking is None or not self.ask.separate_reasoning or bool(self.ask.grammar)
+        first = Plain() if plain else Thinking(thinking)
+        return Then(first, ToolCalls(self.ask.how)) if self.ask.may_call else first
 
     def contents(self, choice: Choice, piece: Piece) -> Iterator[bytes]:
         if choice.parser is None:
@@ -163,15 +173,24 @@ class ChatAnswer(Answer):
         delta = choice.parser.push(piece.text, piece.finish_reason is not None)
         if piece.logprobs:
             delta = delta or {"content": ""}
+        choice.called |= "tool_calls" in delta
         if delta:
             logprobs = encode(self.logprobs(choice, piece.logprobs)) if piece.logprobs else b"null"
             yield chunk(choice, b'"delta":' + encode(delta), logprobs)
         if piece.finish_reason:
-            yield chunk(choice, b'"delta":{}', reason=encode(piece.finish_reason))
+            yield chunk(choice, b'"delta":{}', reason=encode(self.reason(choice)))
 
     def message(self, choice: Choice) -> dict:
-        message = {"role": "assistant", "content": "", "refusal": None}
-        return {"message": message | self.parser(choice.thinking).push("".join(choice.texts), last=True)}
+        parts = self.parser(choice.thinking).push("".join(choice.texts), last=True)
+        message = {"role": "assistant", "content": None if "tool_calls" in parts else "", "refusal": None} | parts
+        if "tool_calls" in parts:
+            choice.called = True
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in parts["tool_calls"]]
+        return {"message": message}
+
+    @staticmethod
+    def reason(choice: Choice) -> str | None:
+        return "tool_calls" if choice.called and choice.finish_reason == "stop" else choice.finish_reason
 
     def logprobs(self, choice: Choice, entries: list) -> dict:
         """Token by token as JSON, which takes a tenth of the memory that dicts do."""

@@ -17,14 +17,17 @@ from stage9_server.observe.logs import Ignored, Observed
 from stage9_server.observe.metrics import Metrics, Watch
 from stage9_server.openai_api.answers import Answer
 from stage9_server.openai_api.errors import ApiError, on_error
-from stage9_server.openai_api.requests import Sampling
+from stage9_server.openai_api.requests import ChatRequest, Sampling
 from stage9_server.openai_api.routes import TITLE, add_routes
 
 
-def create_app(hub: Hub, models: list[str], guard: Guard | NoGuard, cors: tuple[str, ...] = ()) -> FastAPI:
-    """models: the names under which the model is served. cors: origins whose pages may call us (see the chapter)."""
+def create_app(
+    hub: Hub, models: list[str], guard: Guard | NoGuard, cors: tuple[str, ...] = (), tool_format: str = ""
+) -> FastAPI:
+    """models: the names under which the model is served. cors: origins whose pages may call us (see the chapter).
+    tool_format: how the model writes calls of tools; empty: as its chat template says."""
     app = FastAPI(title=TITLE, redoc_url=None)
-    api = Api(hub, models, guard)
+    api = Api(hub, models, guard, tool_format)
     add_routes(app, api)
     for kind in (
         RequestValidationError,
@@ -46,8 +49,8 @@ def create_app(hub: Hub, models: list[str], guard: Guard | NoGuard, cors: tuple[
 class Api:
     """What the routes share."""
 
-    def __init__(self, hub: Hub, models: list[str], guard: Guard | NoGuard):
-        self.hub, self.models, self.guard = hub, models, guard
+    def __init__(self, hub: Hub, models: list[str], guard: Guard | NoGuard, tool_format: str = ""):
+        self.hub, self.models, self.guard, self.tool_format = hub, models, guard, tool_format
         self.metrics, self.ignored = Metrics(models[0], lambda: hub.stats), Ignored()
         self.flushes = 0  # how often the prefix cache was emptied
 
@@ -78,6 +81,8 @@ class Api:
         self.check_model(ask.model)
         self.ignored.tell(request.client.host if request.client else "", ask.unknown)
         request_id, uids = request.scope["request_id"], self.hub.new_uids(ask.num_sequences)
+        if isinstance(ask, ChatRequest):
+            ask.use_format(self.tool_format or self.hub.info["tool_format"])
         if self.flushes:  # prefixes are shared among equal salts only, so what is older is not found any more
             ask.cache_salt = f"{self.flushes}:{ask.cache_salt}"
         return (EventStream if ask.stream else WholeAnswer)(

@@ -8,13 +8,25 @@ logged (`unknown`). null always means "not given".
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from stage2_req.params import MAX_COUNT, MAX_LOGPROBS
 from stage7_radix.params import RequestParams
 from stage9_server.messages import TextOptions, Tokenize
 from stage9_server.openai_api.errors import ApiError, refused
+from stage9_server.openai_api.formats import (
+    AnySchema,
+    Choices,
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    Text,
+    grammar,
+    grammars_of,
+    only_one,
+)
+from stage9_server.openai_api.tools import FORMATS, ToolFormat, calls_grammar
 
 MAX_CHOICES, MAX_SEQUENCES = 16, 256  # n, and prompts times n in one call
 MAX_MESSAGES = 2048  # of a chat, and parts of a message
@@ -34,14 +46,11 @@ IGNORED = frozenset(
         "log_metrics",
         "stream_reasoning",
     }
-    | {"parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+    | {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
 )
 NEUTRAL = {  # of both endpoints
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -67,8 +76,6 @@ NEUTRAL = {  # of both endpoints
     "lora_path": (),
     "custom_logit_processor": (),
     "logits_processors": ([],),
-    **dict.fromkeys(("regex", "ebnf", "json_schema", "structured_outputs"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
 }
 
 
@@ -283,6 +290,16 @@ class Sampling(BaseModel):
     cache_salt: str = Field("", max_length=256)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    # what the text must be: OpenAI's field, SGLang's, vLLM's, and vLLM's older ones; one of them
+    response_format: ResponseFormat | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+    json_schema: AnySchema | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: AnySchema | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
 
     @model_validator(mode="after")
     def check_sampling(self):
@@ -312,7 +329,19 @@ class Sampling(BaseModel):
         """The chosen token's and those of the likeliest ones."""
         return 0 if self.num_likeliest is None else 1 + self.num_likeliest
 
+    @property
+    def grammars(self) -> list[str]:
+        """For the engine: what the text must be."""
+        return grammars_of(self)
+
+    @property
+    def grammar(self) -> str:
+        return only_one(self.grammars)
+
     def params(self, **more) -> RequestParams:
+        if (grammar := self.grammar) and (self.min_tokens or self.ignore_eos):
+            field = "min_tokens" if self.min_tokens else "ignore_eos"
+            raise ApiError(400, f"{field} contradicts what says where the text ends", field, "invalid_value")
         return RequestParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -329,6 +358,7 @@ class Sampling(BaseModel):
             stop_token_ids=frozenset(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             cache_salt=self.cache_salt,
+            grammar=grammar,
             **more,
         )
 
@@ -337,8 +367,35 @@ class Sampling(BaseModel):
         return TextOptions(self.stop, self.min_tokens, include_stop, self.skip_special_tokens, **more)
 
 
+class Function(BaseModel):
+    model_config = MODEL
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None  # calls that have to come follow their schema in any case
+
+
+class Tool(BaseModel):
+    model_config = MODEL
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(Sampling):
     messages: Messages
+    tools: Annotated[list[Tool], Field(max_length=128), BeforeValidator(at_most(128))] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    _how: ToolFormat = PrivateAttr(FORMATS["hermes"])
     max_tokens: Count | None = None  # None: as many as fit
     max_completion_tokens: Count | None = None
     logprobs: bool = False
@@ -351,6 +408,7 @@ class ChatRequest(Sampling):
             Tokenize(
                 uids,
                 messages=[message.for_template() for message in self.messages],
+                tools=[tool.model_dump(exclude_none=True) for tool in self.tools if self.tool_choice != "none"],
                 variables=self.chat_template_kwargs,
                 params=self.params(),
                 max_tokens=self.most_tokens,
@@ -371,6 +429,32 @@ class ChatRequest(Sampling):
     @property
     def num_likeliest(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
+
+    @property
+    def how(self) -> ToolFormat:
+        """The model's way to call tools."""
+        return self._how
+
+    def use_format(self, name: str) -> None:
+        """The server's to say, not the client's."""
+        self._how = FORMATS[name]
+
+    @property
+    def may_call(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def grammars(self) -> list[str]:
+        if self.tool_choice in ("none", "auto"):
+            return super().grammars
+        named = None if self.tool_choice == "required" else self.tool_choice.function.name
+        tools = [tool.function.model_dump() for tool in self.tools if named in (None, tool.function.name)]
+        if not tools:
+            raise ApiError(
+                400, f"tools has no {named or 'function'}, which tool_choice asks for", "tool_choice", "invalid_value"
+            )
+        calls = calls_grammar(tools, self.how, several=self.parallel_tool_calls and named is None)
+        return [*super().grammars, grammar(*calls.split(":", 1))]
 
     @model_validator(mode="after")
     def check_pairs(self):

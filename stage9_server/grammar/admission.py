@@ -1,0 +1,67 @@
+"""What the scheduler's process does about grammars: calls wait for theirs outside the engine, so that no other request waits
+with them; and those whose grammar became too much end with an error."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from types import ModuleType
+
+from common.checkpoint import load_config
+from common.config import EngineConfig
+from stage2_req.parts import Sampler
+from stage2_req.sampling import GumbelSampler
+from stage9_server.grammar.compiler import Compiler, read_vocabulary
+from stage9_server.grammar.sampler import GrammarSampler
+from stage9_server.messages import Generate
+
+
+class Admission:
+    def __init__(self, compiler: Compiler):
+        self.compiler = compiler
+        self.held: list[tuple[Generate, Future[None]]] = []
+
+    def hold(self, call: Generate) -> bool:
+        """Has the call to wait?"""
+        if not call.params.grammar:
+            return False
+        done = self.compiler.prepare(call.params.grammar)
+        if done.done() and not done.exception():
+            return False
+        self.held.append((call, done))
+        return True
+
+    @property
+    def num_held(self) -> int:
+        """Sequences."""
+        return sum(len(call.uids) for call, _ in self.held)
+
+    def take(self) -> list[tuple[Generate, str]]:
+        """Calls whose wait is over; with why the grammar can't be used, or an empty text."""
+        over = [(call, done) for call, done in self.held if done.done()]
+        self.held = [(call, done) for call, done in self.held if not done.done()]
+        return [(call, str(done.exception() or "")) for call, done in over]
+
+    def take_failed(self) -> dict[int, str]:
+        return self.compiler.take_failed()
+
+
+class FreeText:
+    """The null form: for an engine whose sampler reads no grammars."""
+
+    num_held = 0
+
+    def hold(self, call: Generate) -> bool:
+        return False
+
+    def take(self) -> list[tuple[Generate, str]]:
+        return []
+
+    def take_failed(self) -> dict[int, str]:
+        return {}
+
+
+def make_grammars(config: EngineConfig) -> tuple[Admission, Callable[[ModuleType], Sampler]]:
+    """Both sides of it, for the model's vocabulary: at the engine's door, and the maker of its sampler."""
+    shape, _ = load_config(config.model)
+    compiler = Compiler(partial(read_vocabulary, config.model, shape.eos_ids, shape.vocab_size), shape.eos_ids)
+    return Admission(compiler), lambda ops: GrammarSampler(GumbelSampler(ops), compiler)
