@@ -1,7 +1,6 @@
-"""Starts the server, keeps its processes alive, and ends them: python -m stage9_server.launch --model … --port …
+"""Starts the server and ends it: python -m stage9_server.launch --model … --port …
 
-The main process is the API server, the only one with a TCP port. It starts the workers and
-removes all traces in the end. With a guard (guard/) it also restarts those that die.
+The main process is the API server, the only one with a TCP port. It starts the workers, and removes all traces in the end.
 """
 
 import argparse
