@@ -12,7 +12,7 @@ from stage8_tp.build import build_rank
 from stage8_tp.engine import TPEngine
 from stage8_tp.launch import run_ranks
 from stage8_tp.ranks import Alone, Ranks
-from stage9_server.grammar.admission import Admission, FreeText, make_grammars
+from stage9_server.grammar.admission import FREE_TEXT, Admission, FreeText, make_grammars
 from stage9_server.guard.process import last_words, run_worker
 from stage9_server.ipc import API, DETOKENIZER, Settings, Worker
 from stage9_server.messages import (
@@ -35,8 +35,8 @@ MAX_EARLY = 1 << 16  # uids
 class Scheduling:
     """Between messages and the engine."""
 
-    def __init__(self, engine: Engine | TPEngine, max_queue: int, grammars: Admission | FreeText | None = None):
-        self.engine, self.max_queue, self.grammars = engine, max_queue, grammars or FreeText()
+    def __init__(self, engine: Engine | TPEngine, max_queue: int, grammars: Admission | FreeText = FREE_TEXT):
+        self.engine, self.max_queue, self.grammars = engine, max_queue, grammars
         self.live: dict[int, Started | None] = {}  # uids in the engine -> what the detokenizer still has to learn
         self.early: dict[int, None] = {}  # aborted before they came; the oldest first
 
@@ -65,6 +65,7 @@ class Scheduling:
         # requests that can run at once don't wait, and one call alone fits always
         if queue > max(self.max_queue, len(uids)):
             return [(API, Failed(uids, 503, f"the queue is full ({self.max_queue} requests); try again later"))]
+        call.uids = uids
         if self.grammars.hold(call):
             return []
         seed, echo = call.params.seed, call.prompt_ids if call.options.echo else []
@@ -77,27 +78,12 @@ class Scheduling:
             self.live[uid] = Started(uid, len(call.prompt_ids), call.options, echo)
         return [(API, Accepted(uids))]
 
-    def admit_held(self) -> list[tuple[str, Message]]:
-        """Calls whose grammar is there, or can't be."""
-        answers = []
-        for call, error in self.grammars.take():
-            answers += [(API, Failed(call.uids, 400, error))] if error else self.add(call)
-        return answers
-
-    def end_failed(self) -> list[tuple[str, Message]]:
-        """Sequences whose grammar became too much on the way."""
-        failed = {uid: reason for uid, reason in self.grammars.take_failed().items() if uid in self.live}
-        for uid in failed:
-            del self.live[uid]
-            self.engine.abort(uid)
-        texts = [(uid, f"the grammar takes too much time here: {reason}") for uid, reason in failed.items()]
-        return [(API, Failed([uid], 400, text)) for uid, text in texts] + [(DETOKENIZER, Abort([*failed]))] * bool(
-            failed
-        )
-
     def step(self) -> Tokens:
-        tokens, started = [], []
-        for output in self.engine.step():
+        outputs, tokens, started = self.engine.step(), [], []
+        self.grammars.end_failed(self)
+        for output in outputs:
+            if output.uid not in self.live:  # it was ended just now
+                continue
             tokens.append(self.token(output))
             if first := self.live[output.uid]:
                 first.queue_seconds = output.req.admitted_at - output.req.arrived_at
@@ -118,8 +104,7 @@ class Scheduling:
         return EngineStats(*(getattr(stats, name) for name in EngineStats.__struct_fields__))
 
 
-def serve(engine: Engine | TPEngine, worker: Worker, grammars: Admission | FreeText | None = None) -> None:
-    grammars = grammars or FreeText()
+def serve(engine: Engine | TPEngine, worker: Worker, grammars: Admission | FreeText = FREE_TEXT) -> None:
     scheduling = Scheduling(engine, worker.settings.max_queue, grammars)
     facts = {"max_len": engine.cache.max_len, "vocab_size": engine.model.vocab_size, "device": str(engine.device)}
     worker.ready(model=worker.settings.engine.model, engine=asdict(worker.settings.engine), **facts)
@@ -134,7 +119,7 @@ def serve(engine: Engine | TPEngine, worker: Worker, grammars: Admission | FreeT
                 worker.send(to, answer)
         if engine.has_work() and (tokens := scheduling.step()).tokens:
             worker.send(DETOKENIZER, tokens)
-        for to, answer in scheduling.end_failed() + scheduling.admit_held():
+        for to, answer in grammars.settle(scheduling):
             worker.send(to, answer)
         was_busy, busy = busy, engine.has_work()
         checked = checked and not busy
