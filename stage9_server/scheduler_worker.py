@@ -14,19 +14,8 @@ from stage8_tp.launch import run_ranks
 from stage8_tp.ranks import Alone, Ranks
 from stage9_server.grammar.admission import FREE_TEXT, Admission, FreeText, make_grammars
 from stage9_server.guard.process import last_words, run_worker
-from stage9_server.ipc import API, DETOKENIZER, Settings, Worker
-from stage9_server.messages import (
-    Abort,
-    Accepted,
-    EngineStats,
-    Failed,
-    Generate,
-    Message,
-    Started,
-    Stopped,
-    Token,
-    Tokens,
-)
+from stage9_server.ipc import API, DETOKENIZER, Envelope, Settings, Worker
+from stage9_server.messages import Abort, Accepted, EngineStats, Failed, Generate, Started, Stopped, Token, Tokens
 
 STATS_INTERVAL = 1.0  # seconds
 MAX_EARLY = 1 << 16  # uids
@@ -40,7 +29,7 @@ class Scheduling:
         self.live: dict[int, Started | None] = {}  # uids in the engine -> what the detokenizer still has to learn
         self.early: dict[int, None] = {}  # aborted before they came; the oldest first
 
-    def handle(self, message: Generate | Abort | Stopped) -> list[tuple[str, Message]]:
+    def handle(self, message: Generate | Abort | Stopped) -> list[Envelope]:
         """[(receiver, message)]"""
         if isinstance(message, Generate):
             return self.add(message)
@@ -54,7 +43,7 @@ class Scheduling:
                     del self.early[next(iter(self.early))]
         return [(DETOKENIZER, message)] if isinstance(message, Abort) else []
 
-    def add(self, call: Generate) -> list[tuple[str, Message]]:
+    def add(self, call: Generate) -> list[Envelope]:
         uids = [uid for uid in call.uids if uid not in self.early]
         for uid in call.uids:
             self.early.pop(uid, None)
@@ -81,9 +70,7 @@ class Scheduling:
     def step(self) -> Tokens:
         outputs, tokens, started = self.engine.step(), [], []
         self.grammars.end_failed(self)
-        for output in outputs:
-            if output.uid not in self.live:  # it was ended just now
-                continue
+        for output in (output for output in outputs if output.uid in self.live):  # and was not ended just now
             tokens.append(self.token(output))
             if first := self.live[output.uid]:
                 first.queue_seconds = output.req.admitted_at - output.req.arrived_at
@@ -110,17 +97,15 @@ def serve(engine: Engine | TPEngine, worker: Worker, grammars: Admission | FreeT
     worker.ready(model=worker.settings.engine.model, engine=asdict(worker.settings.engine), **facts)
     reported, busy, checked = 0.0, True, True
     while True:
-        messages = worker.receive(wait=not busy, seconds=0.005 if grammars.num_held else 1)
+        messages = worker.receive(wait=not busy, seconds=grammars.patience)
         if not (busy or messages or checked):  # a second without anything to do, for the first time since there was
             engine.cache.check_integrity()
             checked = True
-        for message in messages:
-            for to, answer in scheduling.handle(message):
-                worker.send(to, answer)
+        answers = [answer for message in messages for answer in scheduling.handle(message)]
+        for to, answer in answers + grammars.settle(scheduling):
+            worker.send(to, answer)
         if engine.has_work() and (tokens := scheduling.step()).tokens:
             worker.send(DETOKENIZER, tokens)
-        for to, answer in grammars.settle(scheduling):
-            worker.send(to, answer)
         was_busy, busy = busy, engine.has_work()
         checked = checked and not busy
         if was_busy > busy or time.monotonic() > reported + STATS_INTERVAL:

@@ -52,9 +52,7 @@ class Tokenizing:
 
     def ids(self, call: Tokenize) -> list[int]:
         if call.messages is not None:
-            messages = call.messages
-            if not self.tokenizer.knows_tools:
-                messages = in_words(messages, call.tools, self.tool_format)
+            messages = in_words(call.messages, call.tools, None if self.tokenizer.knows_tools else self.tool_format)
             return self.tokenizer.chat(messages, call.variables, call.tools)  # the template writes the start token
         if call.text is not None:
             return self.tokenizer.encode(call.text, special=call.special)

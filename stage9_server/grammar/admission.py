@@ -41,6 +41,11 @@ class Admission:
         """Sequences."""
         return sum(len(call.uids) for call, _ in self.held)
 
+    @property
+    def patience(self) -> float:
+        """Seconds for which the loop may wait for messages."""
+        return 0.005 if self.held or self.outbox else 1
+
     def take(self) -> list[tuple[Generate, str]]:
         """Calls whose wait is over; with why the grammar can't be used, or an empty text."""
         over = [(call, done) for call, done in self.held if done.done()]
@@ -67,7 +72,7 @@ class Admission:
 class FreeText:
     """The null form: for an engine whose sampler reads no grammars."""
 
-    num_held = 0
+    num_held, patience = 0, 1.0
 
     def hold(self, call: Generate) -> bool:
         return False
