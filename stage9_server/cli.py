@@ -85,8 +85,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     levels = "what is logged: info has a line per request, warning what is wrong with one"
     result.add_argument("--log-level", choices=LEVELS, default="warning", help=f"{levels} (default: warning)")
     add_flag(result)
-    how = "how the model writes calls of tools (default: as its chat template says)"
-    result.add_argument("--tool-call-parser", choices=FORMATS, help=how)
+    result.add_argument("--tool-call-parser", choices=FORMATS, help="of the model (default: as its chat template says)")
     without = "protect the server against the world; without it, only for experiments"
     result.add_argument("--guard", action=argparse.BooleanOptionalAction, default=True, help=f"{without} (default: on)")
     return result

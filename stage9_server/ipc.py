@@ -20,6 +20,7 @@ from stage9_server.messages import Message, Ready, decode, encode
 
 API, SCHEDULER, DETOKENIZER = "api", "scheduler", "detokenizer"
 ORPHANED = 128 + signal.SIGHUP  # status of a worker that ends because the API server has died
+Envelope = tuple[str, Message]  # (receiver, message)
 
 
 class Settings(msgspec.Struct):

@@ -12,23 +12,12 @@ from stage8_tp.build import build_rank
 from stage8_tp.engine import TPEngine
 from stage8_tp.launch import run_ranks
 from stage8_tp.ranks import Alone, Ranks
-from stage9_server.grammar.admission import Admission, FreeText, make_grammars
+from stage9_server.grammar.admission import FREE_TEXT, Admission, FreeText, make_grammars
 from stage9_server.guard.process import last_words, run_worker
 from stage9_server.inspector.live import Watching
 from stage9_server.inspector.messages import Inspect
-from stage9_server.ipc import API, DETOKENIZER, Settings, Worker
-from stage9_server.messages import (
-    Abort,
-    Accepted,
-    EngineStats,
-    Failed,
-    Generate,
-    Message,
-    Started,
-    Stopped,
-    Token,
-    Tokens,
-)
+from stage9_server.ipc import API, DETOKENIZER, Envelope, Settings, Worker
+from stage9_server.messages import Abort, Accepted, EngineStats, Failed, Generate, Started, Stopped, Token, Tokens
 
 STATS_INTERVAL = 1.0  # seconds
 MAX_EARLY = 1 << 16  # uids
@@ -37,12 +26,12 @@ MAX_EARLY = 1 << 16  # uids
 class Scheduling:
     """Between messages and the engine."""
 
-    def __init__(self, engine: Engine | TPEngine, max_queue: int, grammars: Admission | FreeText | None = None):
-        self.engine, self.max_queue, self.grammars = engine, max_queue, grammars or FreeText()
+    def __init__(self, engine: Engine | TPEngine, max_queue: int, grammars: Admission | FreeText = FREE_TEXT):
+        self.engine, self.max_queue, self.grammars = engine, max_queue, grammars
         self.live: dict[int, Started | None] = {}  # uids in the engine -> what the detokenizer still has to learn
         self.early: dict[int, None] = {}  # aborted before they came; the oldest first
 
-    def handle(self, message: Generate | Abort | Stopped) -> list[tuple[str, Message]]:
+    def handle(self, message: Generate | Abort | Stopped) -> list[Envelope]:
         """[(receiver, message)]"""
         if isinstance(message, Generate):
             return self.add(message)
@@ -56,7 +45,7 @@ class Scheduling:
                     del self.early[next(iter(self.early))]
         return [(DETOKENIZER, message)] if isinstance(message, Abort) else []
 
-    def add(self, call: Generate) -> list[tuple[str, Message]]:
+    def add(self, call: Generate) -> list[Envelope]:
         uids = [uid for uid in call.uids if uid not in self.early]
         for uid in call.uids:
             self.early.pop(uid, None)
@@ -67,6 +56,7 @@ class Scheduling:
         # requests that can run at once don't wait, and one call alone fits always
         if queue > max(self.max_queue, len(uids)):
             return [(API, Failed(uids, 503, f"the queue is full ({self.max_queue} requests); try again later"))]
+        call.uids = uids
         if self.grammars.hold(call):
             return []
         seed, echo = call.params.seed, call.prompt_ids if call.options.echo else []
@@ -79,27 +69,10 @@ class Scheduling:
             self.live[uid] = Started(uid, len(call.prompt_ids), call.options, echo)
         return [(API, Accepted(uids))]
 
-    def admit_held(self) -> list[tuple[str, Message]]:
-        """Calls whose grammar is there, or can't be."""
-        answers = []
-        for call, error in self.grammars.take():
-            answers += [(API, Failed(call.uids, 400, error))] if error else self.add(call)
-        return answers
-
-    def end_failed(self) -> list[tuple[str, Message]]:
-        """Sequences whose grammar became too much on the way."""
-        failed = {uid: reason for uid, reason in self.grammars.take_failed().items() if uid in self.live}
-        for uid in failed:
-            del self.live[uid]
-            self.engine.abort(uid)
-        texts = [(uid, f"the grammar takes too much time here: {reason}") for uid, reason in failed.items()]
-        return [(API, Failed([uid], 400, text)) for uid, text in texts] + [(DETOKENIZER, Abort([*failed]))] * bool(
-            failed
-        )
-
     def step(self) -> Tokens:
-        tokens, started = [], []
-        for output in self.engine.step():
+        outputs, tokens, started = self.engine.step(), [], []
+        self.grammars.end_failed(self)
+        for output in (output for output in outputs if output.uid in self.live):  # and was not ended just now
             tokens.append(self.token(output))
             if first := self.live[output.uid]:
                 first.queue_seconds = output.req.admitted_at - output.req.arrived_at
@@ -120,27 +93,25 @@ class Scheduling:
         return EngineStats(*(getattr(stats, name) for name in EngineStats.__struct_fields__))
 
 
-def serve(engine: Engine | TPEngine, worker: Worker, grammars: Admission | FreeText | None = None) -> None:
-    grammars = grammars or FreeText()
+def serve(engine: Engine | TPEngine, worker: Worker, grammars: Admission | FreeText = FREE_TEXT) -> None:
     scheduling = Scheduling(engine, worker.settings.max_queue, grammars)
     watching = Watching(engine, worker.settings.engine.model)
     facts = {"max_len": engine.cache.max_len, "vocab_size": engine.model.vocab_size, "device": str(engine.device)}
     worker.ready(model=worker.settings.engine.model, engine=asdict(worker.settings.engine), **facts)
     reported, busy, checked = 0.0, True, True
     while True:
-        messages = worker.receive(wait=not busy, seconds=0.005 if grammars.num_held else 1)
+        messages = worker.receive(wait=not busy, seconds=grammars.patience)
         if not (busy or messages or checked):  # a second without anything to do, for the first time since there was
             engine.cache.check_integrity()
             checked = True
-        for message in messages:
-            for to, answer in (watching if isinstance(message, Inspect) else scheduling).handle(message):
-                worker.send(to, answer)
+        parts = ((watching if isinstance(message, Inspect) else scheduling, message) for message in messages)
+        answers = [answer for part, message in parts for answer in part.handle(message)]
+        for to, answer in answers + grammars.settle(scheduling):
+            worker.send(to, answer)
         if engine.has_work() and (tokens := scheduling.step()).tokens:
             worker.send(DETOKENIZER, tokens)
         if lines := watching.news():
             worker.send(API, lines)
-        for to, answer in scheduling.end_failed() + scheduling.admit_held():
-            worker.send(to, answer)
         was_busy, busy = busy, engine.has_work()
         checked = checked and not busy
         if was_busy > busy or time.monotonic() > reported + STATS_INTERVAL:

@@ -12,7 +12,7 @@ from stage9_server.guard.process import run_worker
 from stage9_server.guard.texts import NoTextLimits, TextLimits, sort_in, too_long
 from stage9_server.ipc import API, SCHEDULER, Settings, Worker
 from stage9_server.messages import Detokenize, Detokenized, Failed, Generate, Message, Tokenize, Tokenized
-from stage9_server.openai_api.tools import FORMATS, explained, format_of, told
+from stage9_server.openai_api.tools import format_of, in_words
 
 FIRST = Tokenize([0], messages=[{"role": "user", "content": ""}])  # loads Jinja
 
@@ -52,10 +52,7 @@ class Tokenizing:
 
     def ids(self, call: Tokenize) -> list[int]:
         if call.messages is not None:
-            messages, how = call.messages, FORMATS[self.tool_format]
-            if not self.tokenizer.knows_tools:  # so they are told in words
-                messages = [told(message, how) for message in messages]
-                messages = explained(messages, call.tools, how) if call.tools else messages
+            messages = in_words(call.messages, call.tools, None if self.tokenizer.knows_tools else self.tool_format)
             return self.tokenizer.chat(messages, call.variables, call.tools)  # the template writes the start token
         if call.text is not None:
             return self.tokenizer.encode(call.text, special=call.special)

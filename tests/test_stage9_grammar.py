@@ -23,7 +23,8 @@ from stage8_tp.ranks import Alone
 from stage9_server.grammar.admission import Admission
 from stage9_server.grammar.compiler import MAX_GRAMMAR, MAX_KEPT, Compiler, Vocabulary
 from stage9_server.grammar.sampler import GrammarSampler
-from stage9_server.messages import Generate
+from stage9_server.messages import Abort, Failed, Generate
+from stage9_server.scheduler_worker import Scheduling
 from tests.conftest import PROFILE, make_checkpoint
 from tests.ranks import build_ranks
 from tests.test_conformance import retracting, run
@@ -310,3 +311,25 @@ def test_a_call_waits_for_its_grammar_and_holds_up_no_other(compiler):
     assert [call.uids for call, _ in over] == [[0], [1]]
     assert over[0][1] == "" and "regex" in over[1][1]
     assert not admission.hold(calls[0]) and not admission.held
+
+
+def test_the_scheduler_ends_what_its_grammar_can_not_and_forgets_who_left(checkpoint, compiler):
+    """No token goes out that only stands there because nothing else was allowed."""
+    admission = Admission(make_compiler())
+    engine = build(checkpoint.config(overlap=False), admission.compiler)
+    scheduling = Scheduling(engine, 10, admission)
+    bad = constrained(HOSTILE[-1], 0, max_tokens=250, logit_bias={EOS: -100})
+    good = constrained('choice:["fine"]', 0)
+    sent, tokens = [], {}
+    sent += scheduling.handle(Generate([1], checkpoint.prompt(3), bad))
+    sent += scheduling.handle(Generate([2, 3], checkpoint.prompt(3), good))
+    sent += scheduling.handle(Abort([3]))  # while it waits
+    while admission.held or engine.has_work():
+        for token in scheduling.step().tokens:
+            tokens.setdefault(token.uid, []).append(token)
+        sent += admission.settle(scheduling)
+    failed = [message for _, message in sent if isinstance(message, Failed)]
+    assert [message.uids for message in failed] == [[1]] and "too much time" in failed[0].message
+    assert not any(token.finish_reason for token in tokens[1])
+    assert text(token.token_id for token in tokens[2]) == "fine" and 3 not in tokens
+    assert not scheduling.live

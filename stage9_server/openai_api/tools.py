@@ -63,6 +63,15 @@ def told(message: dict, how: ToolFormat) -> dict:
     return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": "\n".join(texts)}
 
 
+def in_words(messages: list[dict], tools: list[dict], tool_format: str | None) -> list[dict]:
+    """For a template that knows no tools: a chat in which they, the calls and the results are plain text. None: it does."""
+    if tool_format is None:
+        return messages
+    how = FORMATS[tool_format]
+    messages = [told(message, how) for message in messages]
+    return explained(messages, tools, how) if tools else messages
+
+
 def calls_grammar(tools: Sequence[dict[str, Any]], how: ToolFormat, several: bool) -> str:
     """The grammar of one call, or of one and more, of these functions ({"name", "parameters"})."""
     rules, names = [], []
