@@ -7,6 +7,7 @@ dies: guard/restarts.py.
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import zmq
@@ -156,22 +157,13 @@ class Hub:
 
     # --- the end ---
 
-    def give_up(self, uids: list[int], status: int, message: str) -> None:
-        """These end with an error."""
-        waiting = {uid: self.sequences[uid].answers for uid in uids}
-        self.abort(uids)
-        for uid, answers in waiting.items():
-            answers.put_nowait(Failed([uid], status, message))
-
     async def drain(self, seconds: float) -> None:
-        """Accept no further calls; let open answers go on for so long, then end them."""
+        """Accept no further calls; let open answers go on for so long."""
         self.draining = True
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self.sequences:
                     await asyncio.sleep(0.02)
-        except TimeoutError:
-            self.give_up(list(self.sequences), 503, "the server is shutting down")
 
     def close(self) -> None:
         for outbox in self.outboxes.values():

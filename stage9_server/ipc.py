@@ -7,7 +7,6 @@ way to the dead one may be lost or arrive, and both is harmless, because everyth
 messages about an unknown one are dropped.
 """
 
-import gc
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ import msgspec
 import zmq
 
 from common.config import EngineConfig
+from stage9_server.guard.pauses import freeze_garbage
 from stage9_server.messages import Message, Ready, decode, encode
 
 API, SCHEDULER, DETOKENIZER = "api", "scheduler", "detokenizer"
@@ -88,12 +88,3 @@ class Worker:
         """Tell the API server; for the rest of the process's life nothing big is loaded."""
         freeze_garbage()
         self.send(API, Ready(self.settings.name, self.settings.incarnation, info))
-
-
-def freeze_garbage() -> None:
-    """The garbage collector need not look again at what has been loaded: PyTorch alone are half a million objects. And not
-    several times per request for cycles, of which there are few.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000)

@@ -15,9 +15,8 @@ from common import cli
 from stage9_server.cli import listener, parse, private_folder, stop_signal
 from stage9_server.guard.connections import Server
 from stage9_server.guard.guard import Guard, NoGuard, make_guard
+from stage9_server.guard.pauses import freeze_garbage
 from stage9_server.hub import Hub
-from stage9_server.inspector.routes import add_inspector
-from stage9_server.ipc import freeze_garbage
 from stage9_server.observe.logs import configure, throughput_lines
 from stage9_server.openai_api.app import create_app
 from stage9_server.workers import WorkerFailed
@@ -64,8 +63,7 @@ async def serve(args: argparse.Namespace, folder: str, sock: socket.socket) -> N
 
 async def answer(args, hub: Hub, guard: Guard | NoGuard, sock: socket.socket, until: list[asyncio.Future]) -> None:
     """Serve the API until one of the tasks is done; then answer what is open, within limits."""
-    app = create_app(hub, args.served_model_name, guard, tuple(args.cors_origin), args.tool_call_parser or "")
-    add_inspector(app, hub, args.inspect)
+    app = create_app(hub, args.served_model_name, guard, tuple(args.cors_origin), args.tool_call_parser, args.inspect)
     quiet = {"lifespan": "off", "ws": "none", "access_log": False, "log_level": "warning", "log_config": None}
     quiet |= {"http": guard.protocol, "timeout_graceful_shutdown": args.drain_seconds + 1}
     server = Server(uvicorn.Config(app, **quiet), guard)

@@ -197,8 +197,7 @@ def joined(pieces: list[Piece]) -> Piece:
 
 
 Message = (
-    Tokenize | Detokenize | Tokenized | Detokenized | Generate | Accepted | Abort | Stopped | Tokens | Pieces | Failed | EngineStats | Ready
-    | Inspect | Inspected
+    Tokenize | Detokenize | Tokenized | Detokenized | Generate | Accepted | Abort | Stopped | Tokens | Pieces | Failed | EngineStats | Ready | Inspect | Inspected
 )  # fmt: skip
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode

@@ -104,8 +104,7 @@ def serve(engine: Engine | TPEngine, worker: Worker, grammars: Admission | FreeT
         if not (busy or messages or checked):  # a second without anything to do, for the first time since there was
             engine.cache.check_integrity()
             checked = True
-        parts = ((watching if isinstance(message, Inspect) else scheduling, message) for message in messages)
-        answers = [answer for part, message in parts for answer in part.handle(message)]
+        answers = [a for m in messages for a in (watching if isinstance(m, Inspect) else scheduling).handle(m)]
         for to, answer in answers + grammars.settle(scheduling):
             worker.send(to, answer)
         if engine.has_work() and (tokens := scheduling.step()).tokens:

@@ -86,6 +86,18 @@ class RestartingHub(Hub):
             self.stats = None
         self.give_up(uids, 500, f"the {name.split('-')[0]} died while it had this request; try again")
 
+    async def drain(self, seconds: float) -> None:
+        """What is still open then ends with an error, which says why."""
+        await super().drain(seconds)
+        self.give_up(list(self.sequences), 503, "the server is shutting down")
+
+    def give_up(self, uids: list[int], status: int, message: str) -> None:
+        """These end with an error."""
+        waiting = {uid: self.sequences[uid].answers for uid in uids}
+        self.abort(uids)
+        for uid, answers in waiting.items():
+            answers.put_nowait(Failed([uid], status, message))
+
 
 class Supervisor(Workers):
     guard = True

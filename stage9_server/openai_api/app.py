@@ -12,6 +12,7 @@ from common.config import UserError
 from stage9_server.api_server import Delivery, EventStream, WholeAnswer
 from stage9_server.guard.guard import Guard, NoGuard
 from stage9_server.hub import Hub, RequestFailed
+from stage9_server.inspector.routes import add_inspector
 from stage9_server.messages import Detokenize, Detokenized, Failed, Tokenize, Tokenized
 from stage9_server.observe.logs import Ignored, Observed
 from stage9_server.observe.metrics import Metrics, Watch
@@ -22,13 +23,19 @@ from stage9_server.openai_api.routes import TITLE, add_routes
 
 
 def create_app(
-    hub: Hub, models: list[str], guard: Guard | NoGuard, cors: tuple[str, ...] = (), tool_format: str = ""
+    hub: Hub,
+    models: list[str],
+    guard: Guard | NoGuard,
+    cors: tuple[str, ...] = (),
+    tool_format: str | None = None,
+    inspect: str = "off",
 ) -> FastAPI:
     """models: the names under which the model is served. cors: origins whose pages may call us (see the chapter).
-    tool_format: how the model writes calls of tools; empty: as its chat template says."""
+    tool_format: how the model writes calls of tools; None: as its chat template says. inspect: what /inspector shows."""
     app = FastAPI(title=TITLE, redoc_url=None)
-    api = Api(hub, models, guard, tool_format)
+    api = Api(hub, models, guard, tool_format or "")
     add_routes(app, api)
+    add_inspector(app, hub, inspect)
     for kind in (
         RequestValidationError,
         RequestFailed,
