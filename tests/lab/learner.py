@@ -1,0 +1,51 @@
+"""What the lab's tests have in common: a failure says what was called, what came and what was expected."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from common.kernels import Kernels, select_kernels
+from stage2_req.params import SamplingParams
+from stage2_req.req import Batch, Req
+
+
+def plain(value):
+    """Arrays and tensors as lists, so that they can be compared and read."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic | torch.Tensor) else value
+
+
+def expect(called: str, came, expected) -> None:
+    came, expected = plain(came), plain(expected)
+    assert came == expected, f"called:   {called}\ncame:     {came!r}\nexpected: {expected!r}"
+
+
+def expect_close(called: str, came: torch.Tensor, expected: torch.Tensor) -> None:
+    """Numbers of float32, but for rounding."""
+    if came.shape != expected.shape:
+        expect(f"{called}, its shape", list(came.shape), list(expected.shape))
+    if not torch.allclose(came, expected, atol=1e-4):
+        expect(called, came.round(decimals=3), expected.round(decimals=3))
+
+
+def expect_error(called: str, function: Callable, error: type[Exception]) -> None:
+    try:
+        came = function()
+    except error:
+        return
+    expect(called, f"{plain(came)!r}, and no error", error.__name__)
+
+
+def request(prompt_len: int = 3, uid: int = 0, max_len: int = 100, eos: int = 99, **params) -> Req:
+    """A request with the prompt 10, 11, 12, …; `eos` is the model's end token, `max_len` its longest sequence."""
+    prompt = list(range(10, 10 + prompt_len))
+    return Req(uid, prompt, SamplingParams(**params), seed=uid, max_len=max_len, eos_ids=frozenset([eos]))
+
+
+def batch(*picks: tuple[Req, int], table_idx: Sequence[int] | None = None) -> Batch:
+    """A step in which each request computes so many positions."""
+    return Batch.build(picks, range(len(picks)) if table_idx is None else table_idx)
+
+
+def cpu_kernels() -> Kernels:
+    return select_kernels("portable", torch.device("cpu"), torch.float32, 8)
