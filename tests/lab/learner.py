@@ -49,3 +49,12 @@ def batch(*picks: tuple[Req, int], table_idx: Sequence[int] | None = None) -> Ba
 
 def cpu_kernels() -> Kernels:
     return select_kernels("portable", torch.device("cpu"), torch.float32, 8)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """What causal attention is, in plain arithmetic: q [T, Hq, D] of the last T positions, k and v [S, Hkv, D] of all."""
+    (t, heads, dim), s = q.shape, len(k)
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q, k) / dim**0.5
+    hidden = torch.arange(s)[None] > torch.arange(s - t, s)[:, None]  # the future
+    return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)

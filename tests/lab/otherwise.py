@@ -38,8 +38,8 @@ OTHERWISE = {
                 if not req.first_token_at:
                     req.first_token_at = time.perf_counter()
                 lp = None
-                if logprobs is not None and req.params.logprobs is not None:
-                    lp = logprobs[i]
+                if req.params.logprobs is not None:
+                    lp = logprobs[i]._replace(top=logprobs[i].top[: req.params.logprobs])
                     req.logprobs.append(lp)
                 reason = req.reason_to_stop(token)
                 if reason:

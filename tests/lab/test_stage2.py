@@ -114,7 +114,7 @@ def running(*reqs) -> FCFSScheduler:
 
 
 def step_of(*reqs):
-    return batch(*((req, req.extend_len) for req in reqs))
+    return batch(*((req, req.device_len - req.cached_len) for req in reqs))
 
 
 class Test_2_4:

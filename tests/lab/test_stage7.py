@@ -48,13 +48,13 @@ class Test_7_1:
         expect("match_len of 1 2 3 4 without a salt", tree.match_len([1, 2, 3, 4]), 4)
 
     def test_a_node_that_agrees_in_part_is_the_last_even_if_the_caller_cuts_it(self):
-        tree = tree_of([1, 2, 3, 4], [1, 2, 3, 4, 9, 9])
+        tree = tree_of([1, 2, 3, 4], [1, 2, 3, 4, 9, 9], [1, 2, 3, 4, 7, 7])
         found = []
-        for node, agreed in tree.walk(np.array([1, 2, 9, 9], np.int32), ""):
+        for node, agreed in tree.walk(np.array([1, 2, 9, 9, 7, 7], np.int32), ""):
             found.append(agreed)
             if len(found) == 1:  # what `descend` does with it by calling `split`
                 node.key, node.pages = node.key[2 * agreed :], node.pages[agreed:]
-        expect("walk along 1 2 9 9 in a tree of 1 2 3 4, 9 9, cut on the way: pages that agree", found, [1])
+        expect("walk along 1 2 9 9 7 7, the node 1 2 3 4 cut on the way: pages that agree", found, [1])
 
 
 class Test_7_2:
@@ -141,12 +141,12 @@ class Test_7_4:
         expect("evict(1) again", tree.evict(1), [30])
 
     def test_what_is_held_stays(self):
-        tree = tree_of([1, 2], [3, 4])
-        node = node_at(tree, [1, 2])
+        tree = tree_of([1, 2])
+        node, _ = tree.insert([3, 4], np.array([30], np.int32))
         tree.lock(node)
-        expect("evict(5) with one of two pages held", tree.evict(5), [20])
+        expect("evict(5) with page 30 held", tree.evict(5), [10])
         tree.unlock(node)
-        expect("evict(5) after unlock", tree.evict(5), [10])
+        expect("evict(5) after unlock", tree.evict(5), [30])
 
     def test_the_last_leaf_loses_no_more_than_is_needed(self):
         tree = tree_of([1, 2, 3, 4, 5, 6])

@@ -48,7 +48,7 @@ WRONG = [
     Wrong("pages for new positions, as if the last one were full", "5.3", "need = self.pages_for(seq_lens) - self.held[table_idx]", "need = self.pages_for(np.array([n for _, n in picks]))"),
     Wrong("it is forgotten how many pages a request has", "5.3", "            self.held[idx] += need\n", ""),
     Wrong("pages go to the beginning of the row", "5.3", "np.arange(len(pages)) + np.repeat(first, need)", "np.arange(len(pages)) - np.repeat(need.cumsum() - need, need)"),
-    Wrong("only the host's copy is written", "5.3", "self.page_table.write(np.repeat(idx, need),", "self.page_table.host.__setitem__((np.repeat(idx, need),"),
+    Wrong("only the host's copy is written", "5.3", "self.page_table.write(np.repeat(idx, need), np.arange(len(pages)) + np.repeat(first, need), pages)", "self.page_table.host[np.repeat(idx, need), np.arange(len(pages)) + np.repeat(first, need)] = pages"),
     Wrong("the oldest gives way", "5.4", "req = self.running.pop()", "req = self.running.pop(0)"),
     Wrong("it waits at the end", "5.4", "self.waiting.appendleft(req)", "self.waiting.append(req)"),
     Wrong("it is let in again in the same step", "5.4", "self.memory_is_short = True", "self.memory_is_short = False"),
