@@ -31,6 +31,8 @@ class Test_3_1:
         expect("cached_len after a step of 5 positions", req.cached_len, 5)
         req.device_len = 6
         expect("extend_len of the next step", req.extend_len, 1)
+        cache.commit(batch((req, 1)))
+        expect("cached_len after one more position", req.cached_len, 6)
 
     def test_a_step_may_be_a_part_of_the_prompt(self):
         cache, req = SingleCacheManager(100), request(5)
