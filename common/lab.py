@@ -38,10 +38,17 @@ from common.lab_tasks import (
     lessons,
     line_of,
 )
-from common.report import heading, say, table
+from common.report import say, table
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("common", "stage*", "tests", "*.md", "*.toml", "*.txt")  # of the repository: what an engine and its tests need
+COPIED = (
+    "common",
+    "stage*",
+    "tests",
+    "*.md",
+    "*.toml",
+    "*.txt",
+)  # of the repository: what an engine and its tests need
 MUTATIONS = ("tests/mutations.py", "tests/lab/wrong.py")  # lists of lines and what breaks them
 TIME_LIMIT = 120  # seconds for the tests of a chapter's tasks; each has its own, much shorter limit
 LONG = 1200  # seconds for the conformance test and the milestone
@@ -307,7 +314,9 @@ def explain(copy: Copy, lesson: Lesson, failure: Failure, voice: Voice) -> None:
     else:
         lines = message.removeprefix("AssertionError: ").splitlines()
         for key in ("called", "came", "expected"):
-            lines = [line.replace(SAYS[key][0], voice(key), 1) if line.startswith(SAYS[key][0]) else line for line in lines]
+            lines = [
+                line.replace(SAYS[key][0], voice(key), 1) if line.startswith(SAYS[key][0]) else line for line in lines
+            ]
     for line in lines:
         say(f"    {line}")
     source = copy.source(task.file)
@@ -377,7 +386,13 @@ def bug(lesson: Lesson, folder: Path | None, reveal: bool, voice: Voice) -> int:
     if reveal:
         found = existing(copy, lesson.number).notes["bug"]
         say(f"{found['file']}: {found['what']}")
-        say("\n".join(difflib.unified_diff(found["broken"].splitlines(), found["line"].splitlines(), "wrong", "right", lineterm="", n=9)))
+        say(
+            "\n".join(
+                difflib.unified_diff(
+                    found["broken"].splitlines(), found["line"].splitlines(), "wrong", "right", lineterm="", n=9
+                )
+            )
+        )
         return 0
     if copy.exists and copy.notes["kind"] != "bug":
         raise LabError(f"{copy.folder} is where you write; choose another --dir for the bug")
@@ -408,7 +423,9 @@ def status(all_lessons: dict[int, Lesson], voice: Voice) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m common.lab", description="Write the engine yourself, against small tests.")
+    result = argparse.ArgumentParser(
+        prog="python -m common.lab", description="Write the engine yourself, against small tests."
+    )
     commands = result.add_subparsers(dest="command", required=True)
 
     def command(name: str, help: str, what: str = "") -> argparse.ArgumentParser:

@@ -90,7 +90,8 @@ def test_plausible_mistakes_are_noticed(task):
     mistakes = [wrong for wrong in WRONG if wrong.task == task.id]
     assert len(mistakes) >= 2
     for wrong in mistakes:
-        assert (source := source_of(task)).count(wrong.line) == 1, wrong
+        source = source_of(task)
+        assert source.count(wrong.line) == 1, wrong
         with exchanged(task, source.replace(wrong.line, wrong.broken)):
             assert any(failures(task).values()), wrong.what
 

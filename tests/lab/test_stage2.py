@@ -123,7 +123,9 @@ class Test_2_4:
     def test_every_request_gets_its_token(self):
         a, b = request(3, uid=1), request(3, uid=2)
         outputs = running(a, b).update(step_of(a, b), [50, 60])
-        expect("update(…, [50, 60]): the outputs' (uid, token)", [(o.uid, o.token_id) for o in outputs], [(1, 50), (2, 60)])
+        expect(
+            "update(…, [50, 60]): the outputs' (uid, token)", [(o.uid, o.token_id) for o in outputs], [(1, 50), (2, 60)]
+        )
         expect("output_ids of both afterwards", [a.output_ids, b.output_ids], [[50], [60]])
 
     def test_a_request_that_is_done_leaves_and_says_why(self):
@@ -150,7 +152,11 @@ class Test_2_4:
         a, b = request(3, uid=1, logprobs=1), request(3, uid=2)
         found = Logprobs(-0.1, [(50, -0.1), (7, -3.0)])
         outputs = running(a, b).update(step_of(a, b), [50, 60], [found, found])
-        expect("update with logprobs=1 and None: logprobs", [o.logprobs for o in outputs], [Logprobs(-0.1, [(50, -0.1)]), None])
+        expect(
+            "update with logprobs=1 and None: logprobs",
+            [o.logprobs for o in outputs],
+            [Logprobs(-0.1, [(50, -0.1)]), None],
+        )
         expect("req.logprobs of both", [a.logprobs, b.logprobs], [[Logprobs(-0.1, [(50, -0.1)])], []])
 
     def test_the_time_of_the_first_token_stays(self):
@@ -160,4 +166,8 @@ class Test_2_4:
         first = a.first_token_at
         a.device_len += 1
         scheduler.update(step_of(a), [51])
-        expect("first_token_at: is it set, and kept with the second token?", (first > 0, a.first_token_at == first), (True, True))
+        expect(
+            "first_token_at: is it set, and kept with the second token?",
+            (first > 0, a.first_token_at == first),
+            (True, True),
+        )

@@ -38,7 +38,9 @@ class Test_4_1:
         expect("a prompt of 40 and 2 decodes, budget 10, sorted", sorted(picked(picks)), [(1, 8), (2, 1), (3, 1)])
 
     def test_the_oldest_prompt_first_and_nothing_for_the_next_when_the_budget_is_gone(self):
-        expect("prompts of 6 and 8, budget 10", picked(pick_running([prompt(1, 6), prompt(2, 8)], 10)), [(1, 6), (2, 4)])
+        expect(
+            "prompts of 6 and 8, budget 10", picked(pick_running([prompt(1, 6), prompt(2, 8)], 10)), [(1, 6), (2, 4)]
+        )
         expect("prompts of 12 and 8, budget 10", picked(pick_running([prompt(1, 12), prompt(2, 8)], 10)), [(1, 10)])
 
     def test_a_request_with_nothing_to_compute_is_left_out(self):
@@ -98,7 +100,11 @@ class Test_4_3:
     def test_in_a_page_of_its_own_a_request_counts_from_the_pages_first_slot(self):
         table = PageTable(2, 1, page_size=64, device=torch.device("cpu"))
         table.write(np.array([0, 1]), np.array([0, 0]), np.array([0, 1], np.int32))
-        expect("positions 0, 63, 5 of requests 1, 1, 0", table.slots(np.array([1, 1, 0]), np.array([0, 63, 5])), [64, 127, 5])
+        expect(
+            "positions 0, 63, 5 of requests 1, 1, 0",
+            table.slots(np.array([1, 1, 0]), np.array([0, 63, 5])),
+            [64, 127, 5],
+        )
 
     def test_pages_may_lie_anywhere(self):
         table = PageTable(2, 3, page_size=4, device=torch.device("cpu"))
@@ -114,7 +120,9 @@ class Test_4_3:
     def test_large_pools_need_64_bits(self):
         table = PageTable(1, 1, page_size=2**20, device=torch.device("cpu"))
         table.write(np.array([0]), np.array([0]), np.array([5000], np.int32))
-        expect("position 3 in page 5,000 of 2**20 tokens", table.slots(np.array([0]), np.array([3])), [5000 * 2**20 + 3])
+        expect(
+            "position 3 in page 5,000 of 2**20 tokens", table.slots(np.array([0]), np.array([3])), [5000 * 2**20 + 3]
+        )
 
 
 def launch(scheduler: BatchScheduler):
@@ -150,7 +158,9 @@ class Test_4_4:
         launch(scheduler)
         scheduler.add(prompt(2, 16))
         steps = [launch(scheduler) for _ in range(3)]
-        expect("a decode beside a prompt of 16, budget 8", steps, [[(1, 1), (2, 7)], [(1, 1), (2, 7)], [(1, 1), (2, 2)]])
+        expect(
+            "a decode beside a prompt of 16, budget 8", steps, [[(1, 1), (2, 7)], [(1, 1), (2, 7)], [(1, 1), (2, 2)]]
+        )
 
     def test_running_requests_come_before_new_ones(self):
         scheduler = BatchScheduler(regions(4), budget=8)

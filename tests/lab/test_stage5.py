@@ -43,7 +43,9 @@ class Test_5_1:
     def test_free_pages_lists_those_that_nobody_has(self):
         allocator = PageAllocator(4)
         pages = allocator.alloc(3)
-        expect("free_pages() with the pages that alloc(3) gave", sorted([*allocator.free_pages(), *pages]), [0, 1, 2, 3])
+        expect(
+            "free_pages() with the pages that alloc(3) gave", sorted([*allocator.free_pages(), *pages]), [0, 1, 2, 3]
+        )
         allocator.free(pages[:1])
         expect("len(free_pages()) after one came back", len(allocator.free_pages()), 2)
 

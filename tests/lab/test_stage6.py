@@ -30,7 +30,11 @@ class Test_6_1:
     def test_an_unseen_token_is_the_one_that_was_stored_for_this_request(self):
         futures = FutureMap(4, torch.device("cpu"))
         futures.store(ids(3, 1), ids(73, 71))
-        expect("resolve([UNSEEN, 5, UNSEEN]) of 1, 2, 3", futures.resolve(ids(UNSEEN, 5, UNSEEN), ids(1, 2, 3)), [71, 5, 73])
+        expect(
+            "resolve([UNSEEN, 5, UNSEEN]) of 1, 2, 3",
+            futures.resolve(ids(UNSEEN, 5, UNSEEN), ids(1, 2, 3)),
+            [71, 5, 73],
+        )
 
     def test_the_newest_token_counts_and_others_stay(self):
         futures = FutureMap(4, torch.device("cpu"))
@@ -173,7 +177,11 @@ class Test_6_4:
         graphs, _ = decode_graphs()
         before = graphs.buffer(2).data_ptr()
         graphs.fill(decodes(3, 5), 2, True)
-        expect("does the buffer have its address still, and the new content?", (graphs.buffer(2).data_ptr() == before, np.any(graphs.buffer(2).numpy() == 5).item()), (True, True))
+        expect(
+            "does the buffer have its address still, and the new content?",
+            (graphs.buffer(2).data_ptr() == before, np.any(graphs.buffer(2).numpy() == 5).item()),
+            (True, True),
+        )
 
 
 class Test_6_5:

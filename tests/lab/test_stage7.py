@@ -24,7 +24,9 @@ class Test_7_1:
     """walk"""
 
     def test_an_empty_tree_knows_nothing(self):
-        expect("walk along [1, 2, 3, 4] in an empty tree", list(tree_of().walk(np.array([1, 2, 3, 4], np.int32), "")), [])
+        expect(
+            "walk along [1, 2, 3, 4] in an empty tree", list(tree_of().walk(np.array([1, 2, 3, 4], np.int32), "")), []
+        )
 
     def test_a_known_prefix_is_found_as_far_as_pages_agree(self):
         tree = tree_of([1, 2, 3, 4, 5, 6])
@@ -39,7 +41,9 @@ class Test_7_1:
 
     def test_it_goes_on_from_node_to_node(self):
         tree = tree_of([1, 2, 3, 4], [1, 2, 3, 4, 5, 6])
-        steps = [(node.pages.tolist(), agreed) for node, agreed in tree.walk(np.array([1, 2, 3, 4, 5, 6], np.int32), "")]
+        steps = [
+            (node.pages.tolist(), agreed) for node, agreed in tree.walk(np.array([1, 2, 3, 4, 5, 6], np.int32), "")
+        ]
         expect("walk along 1 2 3 4 5 6: (pages of the node, how many agree)", steps, [([10, 11], 2), ([22], 1)])
 
     def test_another_salt_is_another_tree(self):
@@ -82,7 +86,9 @@ class Test_7_2:
 
     def test_a_text_that_goes_on_differently_gets_its_own_branch(self):
         tree = tree_of([1, 2, 3, 4], [1, 2, 8, 8])
-        expect("match_len of 1 2 3 4 and of 1 2 8 8", [tree.match_len([1, 2, 3, 4]), tree.match_len([1, 2, 8, 8])], [4, 4])
+        expect(
+            "match_len of 1 2 3 4 and of 1 2 8 8", [tree.match_len([1, 2, 3, 4]), tree.match_len([1, 2, 8, 8])], [4, 4]
+        )
         expect("num_pages: the common page is there once", tree.num_pages, 3)
         tree.check_integrity([])
 

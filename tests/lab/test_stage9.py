@@ -128,7 +128,11 @@ class Test_9_3:
 
     def test_it_ends_when_every_sequence_has_its_end(self):
         desk = Desk(piece(1, "a", "stop"), piece(2, "b"), piece(2, "c", "stop"))
-        expect("all pieces of uids 1 and 2", sum(streamed(desk, [1], [2]), []), ["a", "b", "c"])
+        expect(
+            "all pieces of uids 1 and 2",
+            [text for texts in streamed(desk, [1], [2]) for text in texts],
+            ["a", "b", "c"],
+        )
         expect("uids aborted", desk.left, [])
 
     def test_a_failure_is_raised(self):
