@@ -63,6 +63,7 @@ SAYS = {  # key -> (English, Chinese)
     "called": ("called:", "调用："),
     "came": ("came:", "得到："),
     "chapter": ("read", "参见"),
+    "columns": ("task / what you write / file / state", "任务 / 写什么 / 文件 / 状态"),
     "conformance": ("All tasks are green. The conformance test of this chapter:", "所有任务都通过了。接下来运行本章的一致性测试："),
     "done": ("Chapter {0} is yours.", "第 {0} 章是你自己写的了。"),
     "expected": ("expected:", "应为："),
@@ -176,8 +177,9 @@ def make_copy(copy: Copy, lesson: Lesson, kind: str) -> None:
         raise LabError(f"the repository that this is a copy of is no longer in {source}")
     if target == source or source in target.parents or target in source.parents:
         raise LabError(f"{target} and the repository lie one inside the other; choose another --dir")
-    if copy.exists:
-        shutil.rmtree(target)  # asked for
+    if copy.exists:  # asked for; the folder itself stays, for a shell may be in it
+        for item in target.iterdir():
+            shutil.rmtree(item) if item.is_dir() and not item.is_symlink() else item.unlink()
     elif target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise LabError(f"{target} is not empty, and no working copy of the lab; choose another --dir")
     target.mkdir(parents=True, exist_ok=True)
@@ -327,7 +329,8 @@ def explain(copy: Copy, lesson: Lesson, failure: Failure, voice: Voice) -> None:
             place = int(number)
     say(f"  {voice('where')}: {task.file}:{place} ({', '.join(task.functions)})")
     chapter = f"{lesson.folder}/{CHAPTERS[voice.language]}"
-    say(f"  {voice('chapter')}: {chapter}:{line_of(copy.source(chapter), task.explained[voice.language])}")
+    words = task.explained[voice.language]
+    say(f"  {voice('chapter')}: {chapter}:{line_of(copy.source(chapter), words)} ({words} …)")
     say(f"  {voice('stuck')} python -m common.lab hint {task.id}")
 
 
@@ -353,9 +356,14 @@ def show(task: Task, folder: Path | None, voice: Voice) -> int:
         new = body(reference, name)
         old = body(theirs, name) if theirs else ""
         say(f"{file}: {name}")
-        diff = list(difflib.unified_diff(old.splitlines(), new.splitlines(), "yours", "reference", lineterm="", n=99))
-        say("\n".join(diff) if theirs and diff else voice("same") if theirs else new)
+        print((diff(old, new, "yours", "reference") or voice("same")) if theirs else new)
     return 0
+
+
+def diff(old: str, new: str, old_name: str, new_name: str) -> str:
+    """The whole of both, with signs; an empty text if they are the same."""
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), old_name, new_name, lineterm="", n=len(old))
+    return "\n".join(lines)
 
 
 def known_bugs(root: Path, lesson: Lesson) -> list[dict]:
@@ -386,13 +394,7 @@ def bug(lesson: Lesson, folder: Path | None, reveal: bool, voice: Voice) -> int:
     if reveal:
         found = existing(copy, lesson.number).notes["bug"]
         say(f"{found['file']}: {found['what']}")
-        say(
-            "\n".join(
-                difflib.unified_diff(
-                    found["broken"].splitlines(), found["line"].splitlines(), "wrong", "right", lineterm="", n=9
-                )
-            )
-        )
+        print(diff(found["broken"], found["line"], "wrong", "right"))
         return 0
     if copy.exists and copy.notes["kind"] != "bug":
         raise LabError(f"{copy.folder} is where you write; choose another --dir for the bug")
@@ -415,7 +417,7 @@ def status(all_lessons: dict[int, Lesson], voice: Voice) -> int:
         for task in lesson.tasks:
             state = voice.mark(copy.state(task)) if copy.exists else ""
             rows.append((task.id, task.title[voice.language], task.file, state))
-    table("", ("", "", "", ""), rows)
+    table("", voice("columns").split(" / "), rows)
     return 0
 
 
