@@ -21,7 +21,7 @@ CHAPTERS = sorted(page.parent for page in PAGES if page.name == "README.zh.md" a
 BOTH = [page for page in PAGES if page.parent != ROOT and not page.name.endswith(".zh.md")]  # each has its .zh.md
 SECTIONS = [
     *("The question", "A picture", "Predict first", "Read the code", "Run it", "What you should see"),
-    *("Questions", "In the real SGLang", "What the next stage fixes"),
+    *("Questions", "Write it yourself", "In the real SGLang", "What the next stage fixes"),
 ]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 LINE_LINK = re.compile(r"\[`([\w.]+)`\]\(([^)#\s]+)#L\d+\)")

@@ -155,7 +155,9 @@ def test_no_mutable_state_in_a_module(path):
 
 @pytest.mark.parametrize("path", SOURCES)
 def test_nothing_waits_to_be_implemented(path):
-    assert "NotImplemented" not in SOURCES[path]
+    """The lab writes such lines, into a reader's working copy."""
+    raised = [node for node in ast.walk(ast.parse(SOURCES[path])) if isinstance(node, ast.Name | ast.Attribute)]
+    assert [name for name in map(ast.unparse, raised) if "NotImplemented" in name] == []
 
 
 @pytest.mark.parametrize("path", [path for path, source in SOURCES.items() if source.strip()])

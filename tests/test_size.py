@@ -26,6 +26,7 @@ INSTRUMENTS = {  # they measure and show; no request passes through them
         "profiling",
         "trace",
         "lab",
+        "lab_tasks",
         "ladder",
         "client",
         "meter",
