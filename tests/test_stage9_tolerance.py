@@ -52,7 +52,7 @@ def test_fields_that_ask_for_nothing(fields):
 
 
 @pytest.mark.parametrize("fields", [
-    {"use_beam_search": True}, {"continue_final_message": True}, {"guided_regex": "a"}, {"tools": [{}]}, {"regex": "a"},
+    {"use_beam_search": True}, {"continue_final_message": True}, {"suffix": "a"}, {"bad_words": ["a"]}, {"chat_template": "a"},
 ])  # fmt: skip
 def test_fields_that_would_change_the_answer_are_refused(fields):
     found = chat(FakeHub(), **fields)

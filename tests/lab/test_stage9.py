@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from common.tokenizer import IncrementalDecoder
 from stage9_server.hub import Hub, RequestFailed
-from stage9_server.messages import Failed
+from stage9_server.messages import Accepted, Failed, Piece
 from stage9_server.text import StopStrings
 from tests.lab.learner import expect
 
@@ -85,87 +85,66 @@ class Desk(Hub):
     """A hub without processes: what would arrive for a call is there as soon as it is submitted."""
 
     def __init__(self, *arrivals):
-        self.arrivals, self.info, self.left = arrivals, {"max_len": 100}, []
+        self.arrivals, self.left = arrivals, []
 
     async def submit(self, message, answers, generates):
         for arrival in self.arrivals:
-            if arrival.uid_of_call in message.uids:
-                answers.put_nowait(arrival.answer)
+            if (arrival.uids if isinstance(arrival, Accepted | Failed) else [arrival.uid])[0] in message.uids:
+                answers.put_nowait(arrival)
 
     def abort(self, uids):
         self.left += sorted(uids)
 
 
-def piece(uid: int, text: str, end: str | None = None) -> SimpleNamespace:
-    return SimpleNamespace(uid_of_call=uid, answer=SimpleNamespace(uid=uid, text=text, finish_reason=end))
+def piece(uid: int, text: str, end: str | None = None) -> Piece:
+    return Piece(uid, text, [1], end, prompt_tokens=1, cached_tokens=0)
 
 
-def failed(uid: int) -> SimpleNamespace:
-    return SimpleNamespace(uid_of_call=uid, answer=Failed([uid], 500, "the engine died"))
+def streamed(desk: Desk, *calls: list[int], at_most: int = 9) -> list[str]:
+    """The texts that a stream of these calls gives, and "failed" if it ends like that; it is left after so many lists."""
+    found = []
 
-
-def streamed(desk: Desk, *calls: list[int], at_most: int = 9) -> list[list[str]]:
-    """The texts that a stream of these calls gives, list by list; it is left after so many."""
-
-    async def run() -> list[list[str]]:
-        found = []
-        async with aclosing(desk.stream([SimpleNamespace(uids=uids, max_len=0) for uids in calls])) as stream:
+    async def run() -> None:
+        lists = 0
+        async with aclosing(desk.stream([SimpleNamespace(uids=uids) for uids in calls])) as stream:
             async for pieces in stream:
-                found.append([piece.text for piece in pieces])
-                if len(found) == at_most:
+                found.extend(f"{piece.uid} {piece.text}" for piece in pieces)
+                lists += 1
+                if lists == at_most:
                     break
-        return found
 
-    return asyncio.run(asyncio.wait_for(run(), 5))
+    try:
+        asyncio.run(asyncio.wait_for(run(), 5))
+    except RequestFailed as error:
+        found.append(f"failed with {error.status}: {error.message}")
+    return found
 
 
 class Test_9_3:
     """Hub.stream"""
 
-    def test_what_waits_comes_together(self):
+    def test_what_waits_comes_as_one_piece_for_a_sequence(self):
         desk = Desk(piece(1, "a"), piece(1, "b"), piece(1, "c", "stop"))
-        expect("lists of pieces: a, b, and c with an end", streamed(desk, [1]), [["a", "b", "c"]])
+        expect("uid 1: a, b, and c with an end, all there", streamed(desk, [1]), ["1 abc"])
 
     def test_it_ends_when_every_sequence_has_its_end(self):
         desk = Desk(piece(1, "a", "stop"), piece(2, "b"), piece(2, "c", "stop"))
-        expect(
-            "all pieces of uids 1 and 2",
-            [text for texts in streamed(desk, [1], [2]) for text in texts],
-            ["a", "b", "c"],
-        )
+        expect("uids 1 and 2", sorted(streamed(desk, [1], [2])), ["1 a", "2 bc"])
         expect("uids aborted", desk.left, [])
 
     def test_a_failure_is_raised(self):
-        try:
-            came = streamed(Desk(failed(1)), [1])
-        except RequestFailed as error:
-            came = error.status, error.message
-        expect("a stream that fails", came, (500, "the engine died"))
+        desk = Desk(Failed([1], 500, "it died"))
+        expect("a stream that fails", streamed(desk, [1]), ["failed with 500: it died"])
+        expect("uids aborted: nobody has it any more", desk.left, [])
 
-    def test_what_came_before_a_failure_is_handed_out(self):
-        found, desk = [], Desk(piece(1, "a"), failed(1))
+    def test_nothing_is_handed_out_before_the_engine_has_all_calls(self):
+        desk = Desk(piece(1, "a", "stop"), Failed([2], 400, "too long"))
+        expect("one of two calls is refused", streamed(desk, [1], [2]), ["failed with 400: too long"])
 
-        async def run():
-            async for pieces in desk.stream([SimpleNamespace(uids=[1], max_len=0)]):
-                found.extend(piece.text for piece in pieces)
-
-        try:
-            asyncio.run(asyncio.wait_for(run(), 5))
-        except RequestFailed:
-            found.append("failed")
-        expect("a piece, then a failure", found, ["a", "failed"])
+    def test_an_accepted_call_has_no_text_yet(self):
+        expect("uid 1 accepted, then left", streamed(Desk(Accepted([1])), [1], at_most=1), [])
 
     def test_leaving_early_aborts_what_is_open(self):
         desk = Desk(piece(1, "a", "stop"), piece(2, "b"))
         streamed(desk, [1, 2], at_most=1)
         expect("uids aborted when the caller leaves: 1 has ended, 2 has not", desk.left, [2])
-
-    def test_a_call_is_told_how_long_a_text_may_be(self):
-        desk, call = Desk(piece(1, "a", "stop")), SimpleNamespace(uids=[1], max_len=0)
-
-        async def run():
-            async for _ in desk.stream([call]):
-                pass
-
-        asyncio.run(asyncio.wait_for(run(), 5))
-        expect("max_len of the call", call.max_len, 100)
