@@ -60,7 +60,7 @@ class Tokenizer:
         """
         from jinja2 import TemplateError
 
-        if not self.hf.chat_template:
+        if not self.template:
             raise UserError("the model has no chat template; give it plain text instead")
         variables = variables or {}
         if taken := variables.keys() & signature(self.hf.apply_chat_template).parameters.keys():
@@ -74,7 +74,7 @@ class Tokenizer:
 
     def thinking(self, ids: list[int]) -> bool | None:
         """Does this conversation, as `chat` made it, end inside <think>? None if the template knows no such thing."""
-        if "<think>" not in str(self.hf.chat_template):
+        if "<think>" not in self.template:
             return None
         return self.decode(ids[-16:], skip_special=False).rstrip().endswith("<think>")
 

@@ -23,6 +23,8 @@ import torch
 
 from common import cli, report
 from common.config import UserError
+from common.device import resolve_dtype
+from common.kernels import select_kernels
 from stage2_req.engine import Engine
 from stage2_req.params import SamplingParams
 from stage5_paged.build import build_engine
@@ -52,21 +54,16 @@ def main() -> None:
                 for what, speed in (("prefill", prefill), ("decode", decode)):
                     best[what, side, n] = max(best.get((what, side, n), 0), speed)
     rows = []
-    for what in ("prefill", "decode"):
+    for what, label in (("prefill", f"prefill, {{}} x {PROMPT}"), ("decode", "decode, {}")):
         for n in REQUESTS:
             mine, other = best[what, "ours", n], best[what, "theirs", n]
-            rows.append(
-                [f"{what}, {n} x {PROMPT}" if what == "prefill" else f"{what}, {n}", *map(round, (mine, other))]
-            )
-            rows[-1].append(round(mine / other, 2))
+            rows.append([label.format(n), round(mine), round(other), round(mine / other, 2)])
     report.table(f"{args.model}, {torch.get_num_threads()} threads, best of {args.rounds} rounds", COLUMNS, rows)
     if args.save:
         args.llama_bin, args.gguf = "", args.gguf.name  # paths are nobody's business
-        report.save(__file__, "llamacpp", args, {"attn": engine_kernels(engine), "columns": COLUMNS, "rows": rows})
-
-
-def engine_kernels(engine: Engine) -> str:
-    return engine.runner.attention.kernels.name
+        dtype = resolve_dtype(args.dtype, engine.device)
+        kernels = select_kernels(args.attn, engine.device, dtype, engine.model.head_dim).name
+        report.save(__file__, "llamacpp", args, {"kernels": kernels, "columns": COLUMNS, "rows": rows})
 
 
 def ours(engine: Engine, n: int) -> tuple[float, float]:
@@ -75,12 +72,15 @@ def ours(engine: Engine, n: int) -> tuple[float, float]:
     for _ in range(n):
         ids = [draw.randrange(engine.model.vocab_size) for _ in range(PROMPT)]
         engine.add(ids, SamplingParams(max_tokens=OUTPUT, ignore_eos=True))
-    start, first, tokens = time.perf_counter(), 0.0, 0
+    start, begun, tokens = time.perf_counter(), set(), 0
+    while len(begun) < n:  # until the last prompt is done; the first ones decode beside it
+        outputs = engine.step()
+        begun |= {output.uid for output in outputs}
+        tokens += len(outputs)
+    first = time.perf_counter()
     while engine.has_work():
-        tokens += len(engine.step())
-        if not first and not engine.scheduler.waiting and tokens >= n:
-            first, done = time.perf_counter(), tokens
-    return n * PROMPT / (first - start), (n * OUTPUT - done) / (time.perf_counter() - first)
+        engine.step()
+    return n * PROMPT / (first - start), (n * OUTPUT - tokens) / (time.perf_counter() - first)
 
 
 def theirs(tool: Path, gguf: Path, n: int) -> tuple[float, float]:

@@ -10,6 +10,7 @@ import functools
 import json
 import shutil
 import signal
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -159,18 +160,27 @@ def default_model() -> Path:
     return fetch_default()
 
 
+@contextmanager
+def time_limit(seconds: int, error: Exception):
+    """Raise the error inside after so many seconds."""
+
+    def give_up(*_):
+        raise error
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.fixture(autouse=True)
 def no_test_hangs():
     """An engine that can't go on would be stepped for ever: after TIME_LIMIT seconds a test fails."""
-
-    def give_up(*_):
-        raise TimeoutError(f"the test ran for {TIME_LIMIT} seconds")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(TIME_LIMIT)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with time_limit(TIME_LIMIT, TimeoutError(f"the test ran for {TIME_LIMIT} seconds")):
+        yield
 
 
 def pytest_configure(config):

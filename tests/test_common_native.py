@@ -111,4 +111,7 @@ def test_linear(inside, outside, bias):
         want = F.linear(x[:rows].double(), linear.weight.double(), linear.bias.double() if bias else None)
         torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
         assert torch.equal(got, alone[:rows])
+    assert module(x[:0]).shape == (0, outside)
+    columns = torch.cat((x, x), 1)[:, :inside]  # not contiguous
+    assert torch.equal(module(columns), alone)
     close(module(x.bfloat16()), F.linear(x, linear.weight, linear.bias).bfloat16(), torch.bfloat16)

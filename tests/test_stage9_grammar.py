@@ -20,8 +20,9 @@ from stage2_req.sampling import GumbelSampler
 from stage7_radix.params import RequestParams
 from stage8_tp.build import build_rank
 from stage8_tp.ranks import Alone
+from stage9_server.grammar import MAX_GRAMMAR
 from stage9_server.grammar.admission import Admission
-from stage9_server.grammar.compiler import MAX_GRAMMAR, MAX_KEPT, Compiler, Vocabulary
+from stage9_server.grammar.compiler import MAX_KEPT, Compiler, Vocabulary
 from stage9_server.grammar.sampler import GrammarSampler
 from stage9_server.messages import Abort, Failed, Generate
 from stage9_server.scheduler_worker import Scheduling

@@ -33,20 +33,16 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype, head_dim
     """
     if name not in KERNELS:
         raise UserError(f"attention kernel {name!r} is unknown; use {', '.join(KERNELS)}")
-    own, obstacle = (
-        ("native", _native_obstacle(device, dtype))
-        if name == "native" or (device.type == "cpu" and name == "auto")
-        else ("triton", _triton_obstacle(device))
-    )
-    if name == "auto":
-        name = "portable" if obstacle else own
+    automatic = name == "auto"
+    if automatic:
+        name = "native" if device.type == "cpu" else "triton"
+    if obstacle := _obstacle(name, device, dtype, head_dim):
+        if not automatic:
+            raise UserError(f"--attn {name} needs {obstacle}; use --attn portable")
+        name = "portable"
     if name == "portable":
         functions = portable.flash_attn_varlen_func, portable.flash_attn_with_kvcache
         return Kernels(name, *functions, captures_varlen=device.type != "cuda")
-    if name == "flash":
-        obstacle = obstacle or _flash_obstacle(device, dtype, head_dim)
-    if obstacle:
-        raise UserError(f"--attn {name} needs {obstacle}; use --attn portable")
     if name == "native":
         from common.kernels import native
 
@@ -61,6 +57,18 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype, head_dim
     from common.kernels.triton_prefill import flash_attn_varlen_func
 
     return Kernels(name, flash_attn_varlen_func, flash_attn_with_kvcache, triton_ops)
+
+
+def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """What these kernels need and don't have here."""
+    match name:
+        case "native":
+            return _native_obstacle(device, dtype)
+        case "triton":
+            return _triton_obstacle(device)
+        case "flash":
+            return _triton_obstacle(device) or _flash_obstacle(device, dtype, head_dim)
+    return None
 
 
 def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -82,8 +82,9 @@ INLINE void block(int rows, const float *x, const uint16_t *w, const float *bias
 
 /* x [rows, in], w [ceil(size / PANEL), in, PANEL] float16, bias [size] or null -> out [rows, size] */
 void linear(const float *x, const uint16_t *w, const float *bias, float *out, long rows, long in, long size) {
+    if (!rows) return;
     long panels = (size + PANEL - 1) / PANEL, chunks = (rows + CHUNK - 1) / CHUNK;
-    long length = chunks ? (rows + chunks - 1) / chunks : 0; /* of a chunk: all alike, so that no thread has less to do */
+    long length = (rows + chunks - 1) / chunks; /* of a chunk: all alike, so that no thread has less to do */
     long share = (chunks * panels + 31) / 32; /* small, for a core may be busy with something else */
 #pragma omp parallel for collapse(2) schedule(dynamic, share)
     for (long chunk = 0; chunk < chunks; chunk++)

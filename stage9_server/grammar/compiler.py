@@ -19,8 +19,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.config import UserError
+from stage9_server.grammar import MAX_GRAMMAR
 
-MAX_GRAMMAR = 64 * 1024  # characters
 MAX_KEPT = 64  # compiled grammars
 MAX_STATES = 10_000  # of a lexer, 1 to 2 kB each
 VOCABULARY_TIMEOUT = 120  # seconds

@@ -33,7 +33,7 @@ def create_app(
     """models: the names under which the model is served. cors: origins whose pages may call us (see the chapter).
     tool_format: how the model writes calls of tools; None: as its chat template says. inspect: what /inspector shows."""
     app = FastAPI(title=TITLE, redoc_url=None)
-    api = Api(hub, models, guard, tool_format or "")
+    api = Api(hub, models, guard, tool_format)
     add_routes(app, api)
     add_inspector(app, hub, inspect)
     for kind in (
@@ -56,7 +56,7 @@ def create_app(
 class Api:
     """What the routes share."""
 
-    def __init__(self, hub: Hub, models: list[str], guard: Guard | NoGuard, tool_format: str = ""):
+    def __init__(self, hub: Hub, models: list[str], guard: Guard | NoGuard, tool_format: str | None):
         self.hub, self.models, self.guard, self.tool_format = hub, models, guard, tool_format
         self.metrics, self.ignored = Metrics(models[0], lambda: hub.stats), Ignored()
         self.flushes = 0  # how often the prefix cache was emptied

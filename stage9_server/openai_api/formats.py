@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from stage9_server.grammar import MAX_GRAMMAR
 from stage9_server.openai_api.errors import ApiError
 
-MAX_GRAMMAR = 64 * 1024  # characters
 TYPES = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 Schema = dict[str, Any]
 

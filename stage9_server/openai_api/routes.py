@@ -22,7 +22,7 @@ from stage9_server.openai_api.requests import (
 )
 
 if TYPE_CHECKING:
-    from stage9_server.api_server import Api
+    from stage9_server.openai_api.app import Api
 
 TITLE = "SGLang from zero"
 PAGE = Path(__file__).with_name("page.html")
