@@ -5,9 +5,12 @@ import os
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from common.config import UserError
 from stage9_server.cli import ENGINE_FLAGS, KEY_VARIABLE
@@ -68,3 +71,10 @@ def running(*flags: str, timeout: float = 300.0, stderr=None) -> Iterator[Runnin
             server.process.wait()
         reader.join()
         server.process.stdout.close()
+
+
+def metrics(url: str) -> dict[str, float]:
+    """What the server at this address counts, by name; those with no label but the model's."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {s.name: s.value for family in families for s in family.samples if s.labels.keys() == {"model_name"}}

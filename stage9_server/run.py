@@ -5,13 +5,11 @@ import os
 import re
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from openai import OpenAI
-from prometheus_client.parser import text_string_to_metric_families
 
 from common import cli, report
 from common.config import UserError
@@ -21,7 +19,10 @@ GROUPS, STREAMS, MAX_TOKENS, SINGLE = 4, 32, 32, 5
 TEACHERS = ("a geographer", "a physicist", "a musician", "a cook")
 RULES = "Answer in one short sentence. Use plain words. Be kind, be correct, and do not repeat the question. " * 6
 TOPICS = ("rain", "salt", "time", "light", "silence", "heat", "rivers", "sleep")
-SHOWN = ("prompt_tokens", "cached_tokens", "output_tokens", "steps", "computed_tokens", "retractions", "cache_hit_rate")
+SHOWN = (
+    *("prompt_tokens_total", "cached_tokens_total", "generation_tokens_total", "steps_total", "computed_tokens_total"),
+    *("num_retracted_requests_total", "cache_hit_rate"),
+)
 
 
 def main() -> None:
@@ -35,23 +36,17 @@ def main() -> None:
             report.say(line)
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120)
         chat(client, args.model)
-        before = metrics(server.url)
+        before = local_server.metrics(server.url)
         data["rows"] = streams(server.url, args.model, data)
         data["disconnect"] = disconnect(client, args.model, server.url)
-        after = metrics(server.url)
-        rows = [[name, before[f"sglang_{name}"], after[f"sglang_{name}"]] for name in SHOWN]
+        after = local_server.metrics(server.url)
+        rows = [[name, before[f"sglang:{name}"], after[f"sglang:{name}"]] for name in SHOWN]
         data["metrics"] = [[name, *(round(v, 3) if v % 1 else int(v) for v in values)] for name, *values in rows]
         report.table("/metrics", ["", "before the streams", "after"], data["metrics"])
         stopping = time.perf_counter()
     data["stop"] = stopped(server, time.perf_counter() - stopping)
     if args.save:
         report.save(__file__, "", args, {"columns": ["", *load.COLUMNS], **data})
-
-
-def metrics(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"{url}/metrics") as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-        return {s.name.removesuffix("_total"): s.value for family in families for s in family.samples if not s.labels}
 
 
 def chat(client: OpenAI, model: str) -> None:
@@ -105,16 +100,16 @@ def disconnect(client: OpenAI, model: str, url: str) -> list:
     stream = client.chat.completions.create(messages=story, stream=True, **ask)
     until = time.perf_counter() + 3  # the scheduler reports once a second
     for _ in stream:
-        if (during := metrics(url))["sglang_running_requests"] or time.perf_counter() > until:
+        if (during := local_server.metrics(url))["sglang:num_running_reqs"] or time.perf_counter() > until:
             break
     stream.close()
     left = time.perf_counter()
-    while (after := metrics(url))["sglang_running_requests"] and time.perf_counter() < left + 10:
+    while (after := local_server.metrics(url))["sglang:num_running_reqs"] and time.perf_counter() < left + 10:
         time.sleep(0.005)
     milliseconds = round(1e3 * (time.perf_counter() - left))
-    names = ("running_requests", "pages_free", "pages")
+    names = ("num_running_reqs", "pages_free", "pages")
     rows = [
-        [when, *(int(values[f"sglang_{name}"]) for name in names)]
+        [when, *(int(values[f"sglang:{name}"]) for name in names)]
         for when, values in (("during", during), (f"{milliseconds} ms after", after))
     ]
     report.table("", ["", *names], rows)

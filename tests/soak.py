@@ -21,7 +21,6 @@ from pathlib import Path
 
 import httpx
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
 from stage9_server import local_server
 from stage9_server.guard import restarts
@@ -173,17 +172,12 @@ def workers(server: local_server.Running) -> dict[str, int]:
     return {words[0]: int(words[-1].rstrip(")")) for words in ready}
 
 
-def metrics(url: str) -> dict[str, float]:
-    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=PATIENCE).text)
-    return {s.name: s.value for family in families for s in family.samples if s.labels.keys() == {"model_name"}}
-
-
 def pause(server: local_server.Running, report: Report, temp: Path) -> None:
     """Wait until nothing is under way, and write down what there is."""
     end, found = time.monotonic() + PATIENCE, {}
     while time.monotonic() < end:
         healthy = httpx.get(f"{server.url}/health", timeout=PATIENCE).status_code == 200
-        found = metrics(server.url)
+        found = local_server.metrics(server.url)
         running = [found.get(f"sglang:{name}", 1) for name in ("num_running_reqs", "num_queue_reqs")]
         healthy &= all(psutil.pid_exists(pid) for pid in workers(server).values())  # each of them, and not just enough
         if healthy and not any([*running, found["sglang:sequences_in_flight"]]):
@@ -192,7 +186,7 @@ def pause(server: local_server.Running, report: Report, temp: Path) -> None:
     else:
         report.faults.append(f"something is still under way after {PATIENCE:g} s: {found}")
     time.sleep(1.2)  # the scheduler reports once a second; connections that were given up are closed
-    found = metrics(server.url)
+    found = local_server.metrics(server.url)
     if found.get("sglang:pages_free") != found.get("sglang:pages"):
         report.faults.append(f"pages are lost: {found}")
     for name, pid in {"api": server.process.pid, **workers(server)}.items():

@@ -22,7 +22,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
-from stage9_server import client, load, local_server
+from stage9_server import client, load, local_server, run
 from stage9_server.guard.guard import LOOPBACK, Guard, Limits
 from stage9_server.hub import RequestFailed
 from stage9_server.messages import (
@@ -91,19 +91,12 @@ def complete(api, model):
     return ask
 
 
-def numbers(url: str) -> dict[str, float]:
-    """The metrics that have only the label of the model, by name."""
-    with urllib.request.urlopen(f"{url}/metrics") as answer:
-        families = list(text_string_to_metric_families(answer.read().decode()))
-    return {s.name: s.value for family in families for s in family.samples if s.labels.keys() == {"model_name"}}
-
-
 def wait_until_idle(url: str) -> dict[str, float]:
     """Nothing in flight, and every page free or only kept for later; fails if that does not come about."""
     time.sleep(1.2 * STATS_INTERVAL)  # what the scheduler has told is no older
     end = time.monotonic() + 100
     while time.monotonic() < end:
-        found = numbers(url)
+        found = local_server.metrics(url)
         idle = found["sglang:sequences_in_flight"] == 0 and found.get("sglang:num_running_reqs") == 0
         if idle and found["sglang:pages_free"] == found["sglang:pages"]:
             return found
@@ -697,7 +690,7 @@ def test_a_body_that_is_too_large(server, model):
 def test_too_many_at_once(server, model, complete):
     with ThreadPoolExecutor(8) as pool:
         busy = [pool.submit(complete, n=16, max_tokens=80, extra_body={"ignore_eos": True}) for _ in range(3)]
-        while numbers(server.url)["sglang:sequences_in_flight"] < 48:
+        while local_server.metrics(server.url)["sglang:sequences_in_flight"] < 48:
             time.sleep(0.005)
         status, headers, answer = post(server.url, TEXT, {"model": model, "prompt": "x"})
         assert (status, headers["retry-after"]) == (429, "1")
@@ -730,7 +723,7 @@ def http_request(path: str, body: dict) -> bytes:
 
 @pytest.mark.parametrize("phase", ["head", "body", "sent", "first token", "some tokens", "not streamed", "several"])
 def test_a_client_that_leaves(server, model, phase):
-    tokens = numbers(server.url)["sglang:generation_tokens_total"]
+    tokens = local_server.metrics(server.url)["sglang:generation_tokens_total"]
     body = {"model": model, "prompt": "hello", "max_tokens": 250, "ignore_eos": True, "stream": phase != "not streamed"}
     if phase == "several":
         body |= {"n": 4, "prompt": ["one", "two", "three"]}
@@ -742,7 +735,7 @@ def test_a_client_that_leaves(server, model, phase):
             while received.count(b"data: ") < (1 if phase == "first token" else 20):
                 received += sock.recv(65536) or pytest.fail(received.decode())
         elif phase == "not streamed":
-            while numbers(server.url)["sglang:sequences_in_flight"] == 0:
+            while local_server.metrics(server.url)["sglang:sequences_in_flight"] == 0:
                 time.sleep(0.005)
     found = wait_until_idle(server.url)
     assert found["sglang:generation_tokens_total"] - tokens < 240 * (12 if phase == "several" else 1)
@@ -770,6 +763,18 @@ def test_health_and_metrics(server, model, chat):
         text = page.read().decode()
     assert 'sglang:http_requests_total{endpoint="/v1/chat/completions",status="400"}' in text
     assert 'endpoint="other",status="404"' in text
+
+
+def test_all_processes_are_printed_before_the_address(server):
+    served = next(i for i, line in enumerate(server.lines) if " is served at " in line)
+    ready = {line.split()[0] for line in server.lines[:served] if " is ready (process " in line}
+    assert ready == {"tokenizer-0", "scheduler", "detokenizer"}
+
+
+def test_the_milestone_of_a_client_that_leaves(server, api, model):
+    rows = run.disconnect(api, model, server.url)
+    assert rows[0][1:2] == [1] and rows[1][1] == 0
+    assert all(f"sglang:{name}" in local_server.metrics(server.url) for name in run.SHOWN)
 
 
 def test_the_chat_in_the_terminal(server, monkeypatch, capsys):

@@ -103,6 +103,15 @@ class Supervisor(Workers):
     guard = True
     hub: RestartingHub
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.announced: set[str] = set()  # workers whose process has been printed
+
+    async def all_up(self) -> None:
+        """Also on the terminal, so that whoever waits for the server's address knows all its processes by then."""
+        while len(self.announced) < len(self.hub.names):
+            await asyncio.sleep(0.02)
+
     async def run(self) -> None:
         """Fetch the model, once for all; then keep every worker alive. Raises what makes no sense to go on with."""
         if not self.settings["engine"].model.startswith("dummy:"):
@@ -129,6 +138,7 @@ class Supervisor(Workers):
             if name in self.hub.up:
                 was_up = True
                 print(f"{name} is ready (process {process.pid})", flush=True)
+                self.announced.add(name)
             status = await end
             kill_session(process.pid)  # what it has left behind
             if self.stopping:
