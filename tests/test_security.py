@@ -35,7 +35,6 @@ from tests.test_stage9_api import (
     connect,
     exchange,
     http_request,
-    numbers,
     piece,
     post,
 )
@@ -376,9 +375,9 @@ def test_who_does_not_read_is_shut_out_and_his_sequences_end(server, text_checkp
         sock.connect((host, int(port)))
         sock.sendall(request)
         end = time.monotonic() + 60
-        while numbers(server.url)["sglang:sequences_in_flight"] == 0:
+        while local_server.metrics(server.url)["sglang:sequences_in_flight"] == 0:
             assert time.monotonic() < end
-        while numbers(server.url)["sglang:sequences_in_flight"]:
+        while local_server.metrics(server.url)["sglang:sequences_in_flight"]:
             assert time.monotonic() < end
             time.sleep(0.1)
         received = b"".join(iter(lambda: until_reset(sock), b""))

@@ -51,7 +51,6 @@ from tests.test_stage9_api import (
     events,
     exchange,
     http_request,
-    numbers,
     piece,
     post,
     raw_stream,
@@ -420,18 +419,18 @@ def test_half_a_request_and_no_more_is_no_request(server, start):
 def test_a_client_that_has_left_is_noticed(server, model, stream, half):
     """Although it looks at first like one that has only closed its side."""
     wait_until_idle(server.url)
-    tokens = numbers(server.url)["sglang:generation_tokens_total"]
+    tokens = local_server.metrics(server.url)["sglang:generation_tokens_total"]
     body = {"model": model, "prompt": "hello", "max_tokens": MAX_LEN - 100, "ignore_eos": True, "stream": stream}
     with connect(server.url) as sock:
         sock.sendall(http_request(TEXT, body))
-        while numbers(server.url)["sglang:sequences_in_flight"] == 0:
+        while local_server.metrics(server.url)["sglang:sequences_in_flight"] == 0:
             time.sleep(0.005)
         if half:
             sock.shutdown(socket.SHUT_WR)
             time.sleep(0.3)
-            assert numbers(server.url)["sglang:sequences_in_flight"] == 1
+            assert local_server.metrics(server.url)["sglang:sequences_in_flight"] == 1
     left = time.monotonic()
-    while numbers(server.url)["sglang:sequences_in_flight"]:
+    while local_server.metrics(server.url)["sglang:sequences_in_flight"]:
         assert time.monotonic() < left + 10
         time.sleep(0.005)
     assert wait_until_idle(server.url)["sglang:generation_tokens_total"] - tokens < MAX_LEN - 200

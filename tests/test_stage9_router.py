@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from stage9_server import local_server
-from tests.test_stage9_api import events, numbers
+from tests.test_stage9_api import events
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("sglang_router"), reason="needs sglang-router (Linux)")
 FLAGS = ("--model=dummy:tiny", "--device=cpu", "--dtype=float32", "--port=0", "--served-model-name", "tiny", "other")
@@ -64,7 +64,7 @@ def until(condition) -> None:
 
 def served(servers) -> list[float]:
     """Sequences that each of them has answered."""
-    return [numbers(server.url)["sglang:num_requests_total"] for server in servers]
+    return [local_server.metrics(server.url)["sglang:num_requests_total"] for server in servers]
 
 
 def complete(client: httpx.Client, prompt: str, **fields) -> dict:

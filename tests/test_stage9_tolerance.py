@@ -53,6 +53,7 @@ def test_fields_that_ask_for_nothing(fields):
 
 @pytest.mark.parametrize("fields", [
     {"use_beam_search": True}, {"continue_final_message": True}, {"suffix": "a"}, {"bad_words": ["a"]}, {"chat_template": "a"},
+    {"return_token_ids": 0},  # in JSON, 0 is not false
 ])  # fmt: skip
 def test_fields_that_would_change_the_answer_are_refused(fields):
     found = chat(FakeHub(), **fields)

@@ -524,7 +524,7 @@ def test_a_client_that_leaves_aborts(folder, begun):
 
 
 def api_of(hub: Hub) -> Api:
-    return Api(hub, ["m"], NoGuard())
+    return Api(hub, ["m"], NoGuard(), tool_format=None)
 
 
 def test_asking_a_tokenizer(folder):

@@ -79,6 +79,11 @@ NEUTRAL = {  # of both endpoints
 }
 
 
+def asks_like(value: Any, other: Any) -> bool:
+    """Equal as JSON: 0 is not false."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
 def tidied(neutral: dict[str, tuple], ignored: frozenset[str] = frozenset()) -> Any:
     """For a model: what comes, without what is null or asks for nothing; of the unknown the names, with the value None.
 
@@ -96,7 +101,7 @@ def tidied(neutral: dict[str, tuple], ignored: frozenset[str] = frozenset()) -> 
                 given[name] = value
             elif name not in neutral and name not in ignored:
                 unknown.append(name[:MAX_NAME])
-            elif name in neutral and value not in neutral[name]:
+            elif name in neutral and not any(asks_like(value, nothing) for nothing in neutral[name]):
                 raise refused(name)
         if len(unknown) > MAX_UNKNOWN:
             raise ApiError(400, f"{unknown[0]} and {len(unknown) - 1} others are no known parameters", unknown[0])
