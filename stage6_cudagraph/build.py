@@ -13,6 +13,7 @@ from stage5_paged.scheduler import PagedScheduler
 from stage5_paged.sizing import pool_tokens
 from stage6_cudagraph.graph_runner import GraphRunner  # NEW
 from stage6_cudagraph.overlap import FutureRunner, OverlapEngine  # NEW
+from stage6_cudagraph.warm_up import warm_up  # NEW
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -30,6 +31,8 @@ def assemble(m: Loaded, cache: PagedCacheManager, sampler: Sampler, order: Order
     runner = FutureRunner(m.model, attention, sampler, config.max_running)
     if config.graph:
         runner = GraphRunner(runner, config)
+    if m.device.type == "cuda":
+        warm_up(runner, config)
     scheduler = PagedScheduler(cache, config.max_batch_tokens, order)
     engine = OverlapEngine if config.overlap else Engine
     return engine(m.shape, scheduler, cache, runner, m.device, config.seed)

@@ -23,8 +23,9 @@ from stage6_cudagraph.attention import MixedAttention, padding_page
 from stage6_cudagraph.capture import Capturer
 from stage6_cudagraph.overlap import FutureRunner, HostSamples, known_ids
 
-MAX_CHUNKS = 32  # in a captured step
-FEW_DECODES = 16  # graphs with room for no more: their decode kernel splits each request over more of the device
+# What a captured step has room for at least. More costs time in every step: few decodes can each be split over more of the
+# device, and every chunk that is not there still has its programs and its row of logits.
+FEW_DECODES, FEW_CHUNKS = 16, 32
 Array = Tensor | np.ndarray
 
 
@@ -32,8 +33,8 @@ Array = Tensor | np.ndarray
 class MixedInputs:
     """All that the host knows of a step: int32 arrays, one behind the other, filled on the host and uploaded as one piece.
 
-    The sequences of the prefill kernel are the decodes together, which have no keys there, the chunks, empty ones up to
-    MAX_CHUNKS, and the padding, which has no keys either (in no sequence at all it would keep what the memory held).
+    The sequences of the prefill kernel are the decodes together, which have no keys there, the chunks, empty ones for the
+    rest of the room, and the padding, which has no keys either (in no sequence at all it would keep what the memory held).
     With 2 decodes, chunks of 3 and 4 tokens and room for 16 the queries end at 2, 5, 9, 9, …, 9, 16.
     """
 
@@ -82,12 +83,13 @@ class Shape:
 
     tokens: int
     decodes: int
+    chunks: int
 
 
 @cache
 def array_sizes(shape: Shape) -> list[int]:
     """Lengths of the arrays of MixedInputs."""
-    sequences, samples = MAX_CHUNKS + 2, shape.decodes + MAX_CHUNKS
+    sequences, samples = shape.chunks + 2, shape.decodes + shape.chunks
     lengths = {"tokens": shape.tokens, "decodes": shape.decodes, "samples": samples}
     lengths |= {"sequences": sequences, "bounds": sequences + 1}
     arrays = get_type_hints(MixedInputs, include_extras=True).values()
@@ -107,26 +109,34 @@ class MixedGraphs:
     def __init__(self, eager: FutureRunner, capturer: Capturer, max_batch: int, max_tokens: int):
         paged, page_table = eager.attention, eager.attention.page_table
         attention = MixedAttention(paged.kernels, paged.pool, page_table)
-        self.eager, self.device, self.page_table = eager, eager.device, page_table
+        self.eager, self.device, self.page_table, self.max_batch = eager, eager.device, page_table, max_batch
         self.runner = ModelRunner(eager.model, attention, eager.sampler)
         self.padding_slot = padding_page(paged) * page_table.page_size
         self.max_len = page_table.host.shape[1] * page_table.page_size
         self.sizes = token_sizes(max_tokens if paged.kernels.captures_varlen else 0)
-        self.rooms = sorted({min(FEW_DECODES, max_batch), max_batch})
-        shapes = {Shape(size, min(room, size)) for size in self.sizes for room in self.rooms}
+        self.rooms = ((FEW_DECODES, FEW_CHUNKS), (max_batch, FEW_CHUNKS), (max_batch, len(page_table.host)))
+        shapes = {self.shape(size, *room) for size in self.sizes for room in self.rooms}
         largest = max((sum(array_sizes(shape)) for shape in shapes), default=0)
         self.memory = torch.zeros(largest, dtype=torch.int32, device=self.device)
         self.outputs: dict[Shape, tuple[Tensor, Tensor]] = {}  # hidden states [S, hidden_size], tokens [S]
         self.replays = capturer.capture("steps with prompts", self.captured_step, shapes)
 
     def fit(self, batch: Batch) -> bool:
-        chunks = len(batch.reqs) - batch.num_decodes
         tokens_fit = bool(self.sizes) and batch.num_tokens <= self.sizes[-1]
-        return tokens_fit and not spans(batch) and batch.num_decodes <= self.rooms[-1] and chunks <= MAX_CHUNKS
+        return tokens_fit and not spans(batch) and batch.num_decodes <= self.max_batch
+
+    def shape(self, tokens: int, decodes: int, chunks: int) -> Shape:
+        """Room for so many, as far as there can be so many: a chunk has two tokens at least."""
+        return Shape(tokens, min(decodes, tokens, self.max_batch), min(chunks, tokens // 2, len(self.page_table.host)))
+
+    def shape_for(self, batch: Batch) -> Shape:
+        """The smallest that was captured."""
+        size, d = self.sizes[bisect_left(self.sizes, batch.num_tokens)], batch.num_decodes
+        c = len(batch.reqs) - d
+        return self.shape(size, *next(room for room in self.rooms if d <= room[0] and c <= room[1]))
 
     def forward(self, batch: Batch) -> HostSamples:
-        size = self.sizes[bisect_left(self.sizes, batch.num_tokens)]
-        shape = Shape(size, min(self.rooms[bisect_left(self.rooms, batch.num_decodes)], size))
+        shape = self.shape_for(batch)
         host = np.zeros(sum(array_sizes(shape)), np.int32)
         slots = self.page_table.slots(np.repeat(batch.table_idx, batch.extend_lens), batch.positions())
         MixedInputs.carve(host, array_sizes(shape)).fill(batch, slots, self.padding_slot)

@@ -245,8 +245,8 @@ MUTATIONS = [
     Mutation(
         "one sequence too few in a captured step",
         "stage6_cudagraph/mixed_graphs.py",
-        "MAX_CHUNKS + 2, shape.decodes",
-        "MAX_CHUNKS + 1, shape.decodes",
+        "shape.chunks + 2, shape.decodes",
+        "shape.chunks + 1, shape.decodes",
         "test_stage6.py::test_as_many_chunks_as_a_graph_takes",
     ),
     Mutation(

@@ -85,7 +85,9 @@ def test_answers_are_those_of_the_document(server, document, method, path, mode)
     @settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(operation.as_strategy(generation_mode=mode))
     def run(case):
-        if time.monotonic() < end or (mode is GOOD and 200 not in seen):  # also on a slow machine one good answer at least
+        if time.monotonic() < end or (
+            mode is GOOD and 200 not in seen
+        ):  # also on a slow machine one good answer at least
             if mode is GOOD and isinstance(case.body, dict):  # what is a grammar no document can say; tools take room
                 for fields in (case.body, case.body.get("sampling_params") or {}):
                     for name in (*formats.FIELDS, "tool_choice", "tools"):

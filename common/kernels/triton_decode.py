@@ -87,7 +87,7 @@ def _split(pairs: int, max_len: int, num_sms: int) -> tuple[int, int]:
     return max(1, min(num_sms * per_sm // pairs, triton.cdiv(max_len, chunk), MAX_SPLITS)), chunk
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "table_row"], do_not_specialize_on_alignment=["lens_ptr"])
 def _attend(
     q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr, table_ptr, lens_ptr, out_ptr, weight_ptr, splits, scale,
     q_batch, q_head, kv_page, kv_row, kv_head, new_batch, new_head, table_row,

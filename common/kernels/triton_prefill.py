@@ -60,7 +60,7 @@ def flash_attn_varlen_func(
     return out
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "table_row"], do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"])
 def _attend(
     q_ptr, k_ptr, v_ptr, table_ptr, cu_q_ptr, cu_k_ptr, out_ptr, batch, scale,
     q_row, q_head, kv_page, kv_row, kv_head, table_row,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 2048, 4  # tokens and warps of a program
+NUMBERS = ["inv_temperature_ptr", "low_ptr", "high_ptr"]  # one of each for a row: how they are aligned does not matter
 
 
 def gumbel_argmax(logits: Tensor, inv_temperature: Tensor, key_low: Tensor, key_high: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ def _exponential(uniform):
     return tl.where(u < 2.0**-4, series, -tl.log(1 - u))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=NUMBERS)
 def _best_of_block(
     logits_ptr, inv_temperature_ptr, low_ptr, high_ptr, where_ptr, logits_row,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr,
@@ -87,7 +88,7 @@ def _best_of_block(
     tl.store(where_ptr, tl.minimum(block * BLOCK + winner, VOCAB - 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=NUMBERS)
 def _best_of_row(
     logits_ptr, inv_temperature_ptr, low_ptr, high_ptr, where_ptr, tokens_ptr, logits_row, blocks,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr,
