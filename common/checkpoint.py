@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.config import DUMMY_MODELS, EngineConfig, ModelConfig, UserError
-from common.device import resolve_device, resolve_dtype
+from common.device import resolve_device, resolve_dtype, timed_start
 from common.fetch import resolve_model
 from common.kernels import Kernels, select_kernels, speed_up_linears
 from common.kernels import ops as plain_ops
@@ -74,15 +74,15 @@ def load(config: EngineConfig, part_of: Callable[[ModelConfig], Part] = Whole) -
     part = part_of(shape)
     kernels = select_kernels(config.attn, device, dtype, shape.head_dim)
     config = config.resolve(device.type, shape.max_position)
-    model = empty_model(part.config, device, dtype, kernels.ops)
-    load_weights(
-        model, dummy_tensors(shape, device, dtype) if folder is None else checkpoint_tensors(folder, device), part
-    )
-    if has_head and torch.equal(model.lm_head.weight, model.embed_tokens.weight):  # it takes its memory for nothing
-        model.lm_head.weight = model.embed_tokens.weight
-    part.attach(model)
-    model.init_rope(config.max_model_len, device)
-    speed_up_linears(model, kernels, device)
+    with timed_start("weights", device):
+        model = empty_model(part.config, device, dtype, kernels.ops)
+        tensors = dummy_tensors(shape, device, dtype) if folder is None else checkpoint_tensors(folder, device)
+        load_weights(model, tensors, part)
+        if has_head and torch.equal(model.lm_head.weight, model.embed_tokens.weight):  # it takes its memory for nothing
+            model.lm_head.weight = model.embed_tokens.weight
+        part.attach(model)
+        model.init_rope(config.max_model_len, device)
+        speed_up_linears(model, kernels, device)
     return Loaded(config, shape, model, kernels, device, dtype)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from common.checkpoint import Loaded
 from common.config import UserError
+from common.device import timed_start
 from stage2_req.attention import FullAttention
 from stage2_req.params import SamplingParams
 from stage2_req.req import Batch, Req
@@ -22,7 +23,8 @@ def pool_tokens(m: Loaded) -> int:
     tokens = m.config.kv_tokens
     note = ""
     if tokens is None:
-        room, note = measure_room(m)
+        with timed_start("a step of the largest size, for its memory", m.device):
+            room, note = measure_room(m)
         tokens = max(0, room) // per_token
     elif (need := tokens * per_token) > (total := memory_of(m.device)):
         raise UserError(

@@ -2,6 +2,7 @@
 
 from common.checkpoint import Loaded, load
 from common.config import EngineConfig
+from common.device import timed_start
 from stage2_req.engine import Engine
 from stage2_req.parts import Sampler
 from stage2_req.sampling import GumbelSampler
@@ -32,7 +33,8 @@ def assemble(m: Loaded, cache: PagedCacheManager, sampler: Sampler, order: Order
     if config.graph:
         runner = GraphRunner(runner, config)
     if m.device.type == "cuda":
-        warm_up(runner, config)
+        with timed_start("warm-up", m.device):
+            warm_up(runner, config)
     scheduler = PagedScheduler(cache, config.max_batch_tokens, order)
     engine = OverlapEngine if config.overlap else Engine
     return engine(m.shape, scheduler, cache, runner, m.device, config.seed)

@@ -5,8 +5,6 @@ Triton compiles a kernel again for every combination of its constants, and matri
 So these steps have every size, and every way in which requests can sample.
 """
 
-import sys
-import time
 from collections.abc import Iterator
 from itertools import product
 
@@ -36,11 +34,8 @@ WAYS = (
 def warm_up(runner: FutureRunner, config: EngineConfig) -> None:
     """Runs steps of all kinds, from graphs where they fit. They write into page 0, which no request owns yet: in an empty
     page table it is everybody's."""
-    start = time.perf_counter()
     for step, params in steps(config):
-        samples = runner.forward(batch_of(step, params))
-    samples.to_host()  # waits for all
-    print(f"warm-up: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+        runner.forward(batch_of(step, params))
 
 
 def steps(config: EngineConfig) -> Iterator[tuple[Step, SamplingParams]]:

@@ -247,7 +247,7 @@ MUTATIONS = [
         "stage6_cudagraph/mixed_graphs.py",
         "shape.chunks + 2, shape.decodes",
         "shape.chunks + 1, shape.decodes",
-        "test_stage6.py::test_as_many_chunks_as_a_graph_takes",
+        "test_stage6.py::test_steps_of_few_and_of_many_chunks",
     ),
     Mutation(
         "a hit leaves nothing to compute",

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import sys
+import time
 import uuid
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -73,8 +74,11 @@ class Ignored:
 
 
 async def throughput_lines(hub: "Hub", seconds: float = THROUGHPUT_SECONDS) -> None:
-    """For ever: one line per so many seconds, if there is work."""
-    before = None
+    """When the workers are ready, how long that took; then, for ever, one line per so many seconds if there is work."""
+    before, start = None, time.monotonic()
+    while len(hub.up) < len(hub.names):
+        await asyncio.sleep(0.05)
+    log.info("ready after %.1f s", time.monotonic() - start)
     while log.isEnabledFor(logging.INFO):
         await asyncio.sleep(seconds)
         s = hub.stats
