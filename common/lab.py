@@ -337,8 +337,9 @@ def run_tests(copy: Copy, lesson: Lesson) -> tuple[set[str], Failure | None]:
             raise LabError("\n".join([f"{copy.shown(place)}: it can't be imported", *errors]))
         if problem is not None:
             printed = (case.findtext("system-out") or "").strip().partition("\n")[2]  # below a headline
-            failure = Failure(task, case.get("name"), problem.get("message"), problem.text or "", printed)
-            return passed - {task.id}, failure
+            groups = re.findall(r"(?:^E .*\n?)+", problem.text, re.MULTILINE)  # the message of each error on the way
+            message = "\n".join(text[4:] for text in groups[-1].splitlines())
+            return passed - {task.id}, Failure(task, case.get("name"), message, problem.text, printed)
         if task is not None:
             passed.add(task.id)
     return passed, None
