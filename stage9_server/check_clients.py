@@ -60,6 +60,90 @@ def found(seed):
         return None
 assert any(found(seed) for seed in range(8))
 """
+# Whatever a small model writes, a text of this form comes to its end.
+PLACE = """
+from typing import Literal
+from pydantic import BaseModel, Field
+class Place(BaseModel):
+    kind: Literal["city", "river"]
+    hot: bool
+    rank: int = Field(ge=0, le=9)
+ASKED = 'Describe Paris as JSON, like this: {"kind": "city", "hot": true, "rank": 1}'
+SAY = [{"role": "user", "content": ASKED}]
+"""
+LITELLM = (
+    PLACE
+    + """
+import litellm
+def ask(**more):
+    return litellm.completion(model="openai/" + MODEL, api_base=V1, api_key="x", messages=SAY, max_tokens=200, **more).choices[0].message
+"""
+)
+LANGCHAIN = (
+    PLACE
+    + """
+from langchain_openai import ChatOpenAI
+model = ChatOpenAI(base_url=V1, api_key="x", model=MODEL, max_tokens=200)
+"""
+)
+# JSON of any form: a small model may not come to its end, and seldom writes the form that was asked for.
+JSON_MODE = (
+    LANGCHAIN
+    + """
+from openai import LengthFinishReasonError
+asks = model.with_structured_output(Place, method="json_mode", include_raw=True)
+def found():
+    try:
+        return asks.invoke(ASKED)
+    except LengthFinishReasonError:
+        return None
+answers = [answer for answer in (found() for _ in range(8)) if answer]
+assert answers and all(isinstance(json.loads(answer["raw"].content), dict) for answer in answers)
+assert any(isinstance(answer["parsed"], Place) for answer in answers)
+"""
+)
+STRUCTURED = (
+    PLACE
+    + """
+import instructor
+from openai import OpenAI
+client = instructor.from_openai(OpenAI(base_url=V1, api_key="x"), mode=instructor.Mode.%s)
+assert isinstance(client.chat.completions.create(model=MODEL, response_model=Place, max_retries=0, max_tokens=200, messages=SAY), Place)
+"""
+)
+PYDANTIC_AI = (
+    PLACE
+    + """
+from pydantic_ai import Agent, NativeOutput, ToolDefinition, ToolOutput
+from pydantic_ai.direct import model_request_sync
+from pydantic_ai.messages import ModelRequest
+from pydantic_ai.models import ModelRequestParameters
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=V1, api_key="x"))
+def output(kind):
+    return Agent(model, output_type=kind, retries=0, model_settings={"max_tokens": 200}).run_sync(ASKED).output
+"""
+)
+AGENTS = (
+    PLACE
+    + """
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+set_tracing_disabled(True)
+model = OpenAIChatCompletionsModel(MODEL, AsyncOpenAI(base_url=V1, api_key="x"))
+def final(**more):
+    return Runner.run_sync(Agent("a", model=model, **more), ASKED).final_output
+"""
+)
+LLAMA_INDEX = (
+    PLACE
+    + """
+from llama_index.core.prompts import PromptTemplate
+from llama_index.llms.openai_like import OpenAILike
+llm = OpenAILike(model=MODEL, api_base=V1, api_key="x", is_chat_model=True, is_function_calling_model=True, max_tokens=200)
+"""
+)
 # A small task for lm-eval: which of two ends fits; and one where an answer is generated.
 TASKS = r"""
 import pathlib, tempfile
@@ -98,28 +182,45 @@ CLIENTS = {
         "completions": OPENAI + "assert client.completions.create(model=MODEL, prompt='Hello', max_tokens=5).choices[0].text",
         "raw answer, request id": OPENAI + "assert client.chat.completions.with_raw_response.create(**hello).headers['x-request-id']",
         "logprobs": OPENAI + "assert client.chat.completions.create(logprobs=True, top_logprobs=2, **hello).choices[0].logprobs.content",
+        "parse": OPENAI + PLACE + "assert isinstance(client.chat.completions.parse(model=MODEL, messages=SAY, max_tokens=200, response_format=Place).choices[0].message.parsed, Place)",
+        "parse, streamed": OPENAI + PLACE + "with client.chat.completions.stream(model=MODEL, messages=SAY, max_tokens=200, response_format=Place) as stream:\n    for _ in stream:\n        pass\n    assert isinstance(stream.get_final_completion().choices[0].message.parsed, Place)",
+        "tools": OPENAI + PLACE + "import openai\nmessage = client.chat.completions.parse(model=MODEL, messages=SAY, max_tokens=200, tools=[openai.pydantic_function_tool(Place)], tool_choice='required').choices[0].message\nassert message.tool_calls and all(isinstance(call.function.parsed_arguments, Place) for call in message.tool_calls)",
         "models": OPENAI + "assert client.models.list().data[0].id == MODEL",
     }),
     "litellm": Client(("litellm",), {
         "chat": "import litellm\nanswer = litellm.completion(model='openai/' + MODEL, api_base=V1, api_key='x', max_tokens=8, messages=[{'role': 'user', 'content': 'hi'}])\nassert answer.choices[0].message.content",
         "chat, streamed": "import litellm\nparts = litellm.completion(model='openai/' + MODEL, api_base=V1, api_key='x', max_tokens=8, stream=True, messages=[{'role': 'user', 'content': 'hi'}])\nassert ''.join(p.choices[0].delta.content or '' for p in parts)",
+        "tools": LITELLM + "tool = {'type': 'function', 'function': {'name': 'place', 'parameters': Place.model_json_schema()}}\ncalls = ask(tools=[tool], tool_choice='required').tool_calls\nassert calls and all(call.function.name == 'place' and Place.model_validate_json(call.function.arguments) for call in calls)",
+        "response_format": LITELLM + "assert Place.model_validate_json(ask(response_format=Place).content)",
     }),
     "langchain-openai": Client(("langchain-openai",), {
         "chat": "from langchain_openai import ChatOpenAI\nmodel = ChatOpenAI(base_url=V1, api_key='x', model=MODEL, max_tokens=8)\nassert model.invoke('hi').content",
         "chat, streamed": "from langchain_openai import ChatOpenAI\nmodel = ChatOpenAI(base_url=V1, api_key='x', model=MODEL, max_tokens=8)\nassert ''.join(part.content for part in model.stream('hi'))",
+        "bind_tools": LANGCHAIN + "calls = model.bind_tools([Place], tool_choice='any').invoke(ASKED).tool_calls\nassert calls and all(call['name'] == 'Place' and Place(**call['args']) for call in calls)",
+        "with_structured_output, function_calling": LANGCHAIN + "assert isinstance(model.with_structured_output(Place, method='function_calling').invoke(ASKED), Place)",
+        "with_structured_output, json_schema": LANGCHAIN + "assert isinstance(model.with_structured_output(Place, method='json_schema').invoke(ASKED), Place)",
+        "with_structured_output, json_mode": JSON_MODE,
     }),
     "llama-index": Client(("llama-index-llms-openai-like",), {
         "chat": "from llama_index.core.llms import ChatMessage\nfrom llama_index.llms.openai_like import OpenAILike\nllm = OpenAILike(model=MODEL, api_base=V1, api_key='x', is_chat_model=True, max_tokens=8)\nassert llm.chat([ChatMessage('hi')]).message.content",
         "completions, streamed": "from llama_index.llms.openai_like import OpenAILike\nllm = OpenAILike(model=MODEL, api_base=V1, api_key='x', max_tokens=8)\nassert list(llm.stream_complete('Hello'))[-1].text",
+        "structured_predict": LLAMA_INDEX + "assert isinstance(llm.structured_predict(Place, PromptTemplate('Describe {what} as JSON.'), what='Paris'), Place)",
     }),
     "instructor": Client(("instructor",), {
         "MD_JSON": INSTRUCTOR,
+        "TOOLS": STRUCTURED % "TOOLS",
+        "JSON_SCHEMA": STRUCTURED % "JSON_SCHEMA",
     }),
     "pydantic-ai": Client(("pydantic-ai-slim", "pydantic-ai-slim[openai]"), {
         "text": "from pydantic_ai import Agent\nfrom pydantic_ai.models.openai import OpenAIChatModel\nfrom pydantic_ai.providers.openai import OpenAIProvider\nagent = Agent(OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=V1, api_key='x')), model_settings={'max_tokens': 12})\nassert agent.run_sync('Say hello.').output",
+        "tools": PYDANTIC_AI + "tool = ToolDefinition(name='place', parameters_json_schema=Place.model_json_schema())\nwanted = ModelRequestParameters(function_tools=[tool], allow_text_output=False)\nanswer = model_request_sync(model, [ModelRequest.user_text_prompt(ASKED)], model_settings={'max_tokens': 200}, model_request_parameters=wanted)\ncalls = [part for part in answer.parts if part.part_kind == 'tool-call']\nassert calls and all(part.tool_name == 'place' and Place(**part.args_as_dict()) for part in calls)",
+        "output type, tool": PYDANTIC_AI + "assert isinstance(output(ToolOutput(Place)), Place)",
+        "output type, native": PYDANTIC_AI + "assert isinstance(output(NativeOutput(Place)), Place)",
     }),
     "openai-agents": Client(("openai-agents",), {
         "chat model": "from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled\nfrom openai import AsyncOpenAI\nset_tracing_disabled(True)\nmodel = OpenAIChatCompletionsModel(MODEL, AsyncOpenAI(base_url=V1, api_key='x'))\nassert Runner.run_sync(Agent('a', model=model, model_settings=ModelSettings(max_tokens=12)), 'Say hello.').final_output",
+        "tools": AGENTS + "@function_tool\ndef place(kind: Literal['city', 'river'], hot: bool) -> str:\n    return f'{kind} {hot}'\nsettings = ModelSettings(tool_choice='required', max_tokens=200)\nassert final(tools=[place], tool_use_behavior='stop_on_first_tool', model_settings=settings) in {f'{kind} {hot}' for kind in ('city', 'river') for hot in (True, False)}",
+        "output type": AGENTS + "assert isinstance(final(output_type=Place, model_settings=ModelSettings(max_tokens=200)), Place)",
     }),
     "llm": Client(("llm",), {
         "prompt": "import pathlib, tempfile\nhome = tempfile.mkdtemp()\npathlib.Path(home, 'extra-openai-models.yaml').write_text(f'- model_id: ours\\n  model_name: {MODEL}\\n  api_base: {V1}\\n')\nassert run('llm -m ours -o max_tokens 8 hello', LLM_USER_PATH=home, OPENAI_API_KEY='x').strip()",
@@ -153,7 +254,10 @@ def main() -> None:
             rows += check(name, CLIENTS[name], envs / name, server.url, args.model, folder)
     report.table(f"clients of {args.model}", COLUMNS, rows)
     if args.save:
-        args.envs = None
+        args.envs, path = None, report.results_path(__file__, report.record_name("clients"))
+        saved = json.loads(path.read_text())["rows"] if path.exists() else []
+        rows += [row for row in saved if row[0] not in args.only]  # a client that was not tried keeps its own
+        rows.sort(key=lambda row: list(CLIENTS).index(row[0]))
         report.save(__file__, "clients", args, {"columns": COLUMNS, "rows": rows})
 
 

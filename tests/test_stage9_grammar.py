@@ -5,6 +5,7 @@ The tokens of the tiny model are the printable characters and one end token, so 
 
 import json
 import re
+import resource
 import threading
 import time
 from dataclasses import replace
@@ -248,6 +249,9 @@ REFUSED = {  # each names what is wrong
     + json.dumps({"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(9)]} for i in range(9)]}): (
         "too"
     ),
+    "json:" + json.dumps({"multipleOf": 1e9, "type": "integer"}): "multipleOf",
+    "json:" + json.dumps({"allOf": [{"multipleOf": n / 1e3} for n in range(4_001, 4_004)]}): "multipleOf",
+    'json:{"$ref": "#"}': "no text fits",
     "regex:(unclosed": "unclosed",
     "regex:(?=a)b": "look-around",
     "ebnf:root ::= nothing": "nothing",
@@ -264,31 +268,50 @@ def test_what_is_refused_names_its_reason(compiler, grammar):
         compiler.prepare(grammar).result()
 
 
-HOSTILE = [
-    "json:" + json.dumps({"type": "string", "pattern": "(a|b){1,1000}(c|d){1,10000}[^x]*y.{500}"}),
-    "json:" + json.dumps({"type": "array", "items": {}, "minItems": 100000}),
-    "regex:(.*a){20}.{200}",
-    'lark:start: a\na: a a a | "y" | ""',
-]
+HOSTILE = {
+    "pattern": "json:" + json.dumps({"type": "string", "pattern": "(a|b){1,1000}(c|d){1,10000}[^x]*y.{500}"}),
+    "items": "json:" + json.dumps({"type": "array", "items": {}, "minItems": 100000}),
+    "back and forth": "regex:(.*a){20}.{200}",
+    "nested counts": "regex:((a{1,100}){1,100}){1,100}",
+    "forced, counted": "regex:(x{1000}){1000}",
+    "forced, spelt out": "json:" + json.dumps({"const": "xy" * 30_000}),
+    "many fields": "json:" + json.dumps({"properties": {f"p{i}": {} for i in range(1300)}, "type": "object"}),
+    "many choices": "choice:" + json.dumps([f"a{i}" for i in range(1024)]),
+    "references": "json:" + json.dumps({"$ref": "#/$defs/d0", "$defs": {"d40": {"type": "null"}} | {
+        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}}),
+    "multiples": "json:" + json.dumps({"multipleOf": 9973, "type": "integer"}),
+    "ambiguous": 'lark:start: a\na: a a a | "y" | ""',
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("grammar", HOSTILE)
+@pytest.mark.parametrize("grammar", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_grammar_is_bounded(checkpoint, grammar):
-    """It goes on within its limits, or its text ends and its owner learns why; the engine stays usable."""
+    """In time and memory. It goes on within its limits, or its text ends and its owner learns why; the engine stays usable."""
     compiler = make_compiler()
-    engine = build(checkpoint.config(), compiler)
+    compiler.prepare('choice:["fine"]').result()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    compiler.prepare(grammar).result()
+    engine, steps = build(checkpoint.config(), compiler), []
     uid = engine.add(checkpoint.prompt(3), constrained(grammar, 0, max_tokens=60))
-    outputs = run(engine)[uid]
+    outputs = []
+    while engine.has_work():
+        start = time.process_time()
+        outputs += engine.step()
+        steps.append(time.process_time() - start)
     assert len(outputs) == 60 or uid in compiler.failed or outputs[-1].finish_reason == "eos"
+    assert sorted(steps)[len(steps) // 2] < 0.05 and max(steps) < 1  # seconds
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000  # KiB
     (req,) = engine.generate([checkpoint.prompt(3)], constrained('choice:["fine"]', 0))
     assert text(req.output_ids) == "fine"
 
 
 def test_a_grammar_that_can_not_go_on_is_reported_and_ends(checkpoint):
-    """Every token doubles the ways to read the text."""
+    """After the first brace there are too many ways to go on."""
     compiler = make_compiler()
     engine = build(checkpoint.config(), compiler)
-    uid = engine.add(checkpoint.prompt(3), constrained(HOSTILE[-1], 0, max_tokens=250, logit_bias={EOS: -100}))
+    uid = engine.add(
+        checkpoint.prompt(3), constrained(HOSTILE["many fields"], 0, max_tokens=250, logit_bias={EOS: -100})
+    )
     outputs = run(engine)[uid]
     assert outputs[-1].finish_reason == "eos" and "items" in compiler.take_failed()[uid]
 
@@ -342,7 +365,7 @@ def test_the_scheduler_ends_what_its_grammar_can_not_and_forgets_who_left(checkp
     admission = Admission(make_compiler())
     engine = build(checkpoint.config(overlap=False), admission.compiler)
     scheduling = Scheduling(engine, 10, admission)
-    bad = constrained(HOSTILE[-1], 0, max_tokens=250, logit_bias={EOS: -100})
+    bad = constrained(HOSTILE["many fields"], 0, max_tokens=250, logit_bias={EOS: -100})
     good = constrained('choice:["fine"]', 0)
     sent, tokens = [], {}
     sent += scheduling.handle(Generate([1], checkpoint.prompt(3), bad))

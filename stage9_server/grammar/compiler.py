@@ -6,26 +6,32 @@ seconds. So it happens in a thread, and whoever waits for a grammar waits withou
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from decimal import Decimal
+from functools import cached_property
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.config import UserError
-from stage9_server.grammar import MAX_GRAMMAR
+from stage9_server.grammar import JSON_RULES, MAX_GRAMMAR
 
 MAX_KEPT = 64  # compiled grammars
-MAX_STATES = 10_000  # of a lexer, 1 to 2 kB each
+MAX_STATES = 10_000  # of a lexer, 1 to 2 kB each; and remainders that multiples are found by
 VOCABULARY_TIMEOUT = 120  # seconds
 NO_TEXT = b"\xff"  # in front of a token that stands for no text: no grammar can ask for this byte
-JSON_RULES = {"whitespace_pattern": r"[ \n]{1,16}"}  # a weak model would put blanks until its tokens are used up
+MULTIPLE_OF = re.compile(r'"multipleOf": *(\d[\d.eE+-]*)')  # in a schema, wherever it stands
+# A text without an alternative is drawn like any other, in the model's own tokens. Spelling it out in advance takes as long as
+# the text, at every step.
+UNFORCED = '%llguidance {"no_forcing": true}\n'
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,10 @@ class Compiler:
     def compile(self, grammar: str) -> None:
         if grammar not in self.compiled:
             matcher = LLMatcher(self.tokenizer, translated(grammar), log_level=0, limits=limits())
+            with suppress(ValueError):
+                matcher.compute_bitmask()  # the first mask, which tells whether any text fits
             if matcher.is_error():
-                raise UserError(f"the grammar can't be used: {matcher.get_error().strip():.500}")
+                raise UserError(f"the grammar can't be used: {reason(matcher):.500}")
             self.compiled[grammar] = matcher
             while len(self.compiled) > MAX_KEPT:
                 self.compiled.popitem(last=False)
@@ -116,13 +124,18 @@ class Compiler:
         return self.compiled[grammar].deep_copy()
 
 
+def reason(matcher: LLMatcher) -> str:
+    """Why it can't go on."""
+    return matcher.get_error().removesuffix("<non-verbose/>").strip().replace("NoExtensionBias", "no text fits it")
+
+
 def limits() -> LLParserLimits:
     """Of one grammar: its size, and what a step may take. (A JSON schema of 200 fields needs a tenth of it.)"""
     return LLParserLimits(
         initial_lexer_fuel=400_000,
         step_lexer_fuel=100_000,
         step_max_items=20_000,
-        max_items_in_row=500,
+        max_items_in_row=1_000,
         max_lexer_states=MAX_STATES,
         max_grammar_size=100_000,
         verbose_errors=False,
@@ -135,9 +148,25 @@ def translated(grammar: str) -> str:
     if len(text) > MAX_GRAMMAR:
         raise UserError(f"the {kind} grammar has {len(text)} characters; {MAX_GRAMMAR} are allowed")
     try:
-        return KINDS[kind](text)
+        if sum(map(remainders, MULTIPLE_OF.findall(text))) > MAX_STATES:
+            raise UserError(f"multipleOf is too large; {MAX_STATES:,} is allowed, for all of them together")
+        return LLMatcher.grammar_from_lark(UNFORCED + KINDS[kind](text))
     except Exception as error:  # whatever the library makes of what it did not expect
         raise UserError(f"the {kind} grammar can't be read: {str(error) or type(error).__name__:.500}") from error
+
+
+def remainders(number: str) -> Decimal:
+    """How many states the multiples of a number take: it, or its digits where it is a fraction."""
+    value = Decimal(number).normalize()
+    return value.scaleb(max(0, -value.as_tuple().exponent))
+
+
+def json_grammar(schema: str) -> str:
+    return f"start: %json {json.dumps(json.loads(schema) | JSON_RULES)}"
+
+
+def regex_grammar(regex: str) -> str:
+    return json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0]["lark_grammar"]
 
 
 def choice_grammar(texts: str) -> str:
@@ -145,15 +174,15 @@ def choice_grammar(texts: str) -> str:
     choices = json.loads(texts)
     if not choices or not all(isinstance(choice, str) for choice in choices):
         raise UserError("it must be a list of texts, at least one")
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+    return "start: TEXT\nTEXT: " + " | ".join(map(json.dumps, choices))
 
 
-KINDS = {
-    "json": partial(LLMatcher.grammar_from_json_schema, overrides=JSON_RULES),  # a JSON schema
-    "regex": LLMatcher.grammar_from_regex,
+KINDS: dict[str, Callable[[str], str]] = {  # each in Lark's form, which llguidance takes
+    "json": json_grammar,
+    "regex": regex_grammar,
     "choice": choice_grammar,
-    "ebnf": lambda text: LLMatcher.grammar_from_lark(gbnf_to_lark(text)),  # as llama.cpp and xgrammar write it
-    "lark": LLMatcher.grammar_from_lark,
+    "ebnf": gbnf_to_lark,  # as llama.cpp and xgrammar write it
+    "lark": str,
 }
 
 

@@ -16,7 +16,7 @@ from stage2_req.parts import Sampler
 from stage2_req.req import Req, Samples, upload
 from stage2_req.sampling import top_logprobs
 from stage7_radix.params import RequestParams
-from stage9_server.grammar.compiler import Compiler
+from stage9_server.grammar.compiler import Compiler, reason
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class GrammarSampler:
                     fill_next_token_bitmask(matcher, masks, i)
         for i, req, matcher in bound:
             if matcher.is_error():  # whoever owns the loop looks for it; until then the text can only end
-                self.compiler.failed.setdefault(req.uid, matcher.get_error().strip())
+                self.compiler.failed.setdefault(req.uid, reason(matcher))
                 masks[i] = 0
                 for token in self.compiler.eos_ids:
                     masks[i, token // 32] |= np.uint32(1 << token % 32).view(np.int32)

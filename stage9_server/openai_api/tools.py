@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from stage9_server.grammar import JSON_RULES
 from stage9_server.openai_api.reasoning import Plain, Thinking
 from stage9_server.text import overlap
 
@@ -77,13 +78,19 @@ def calls_grammar(tools: Sequence[dict[str, Any]], how: ToolFormat, several: boo
     rules, names = [], []
     for i, tool in enumerate(tools):
         head = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "{how.arguments}": ')
-        schema = tool.get("parameters") or {"type": "object", "properties": {}}
-        schema = schema | {"x-guidance": {"whitespace_pattern": r"[ \n]{1,16}"}}
+        schema = closed(tool.get("parameters") or {"type": "object", "properties": {}}) | JSON_RULES
         names.append(f"f{i}")
         rules.append(f'f{i}: {head} %json {json.dumps(schema)} "}}"')
     begin, end, between = (json.dumps(text) if text else "" for text in (how.begin, how.end, how.between))
     start = f"start: call ({between} call)*" if several else "start: call"
     return "lark:" + "\n".join([start, f"call: {begin} ({' | '.join(names)}) {end}", *rules])
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Of a function's parameters: none but those that it names, unless it speaks of others itself."""
+    open_ = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+    named_only = "properties" in schema and not open_ & schema.keys()
+    return schema | {"additionalProperties": False} if named_only else schema
 
 
 class ToolCalls:
