@@ -60,7 +60,7 @@ SHOWN = """async ([from, count]) => {
 
 def main() -> None:
     parser = cli.parser(__doc__, *(flag for flag in local_server.ENGINE_FLAGS if flag not in (*cli.COMMON, "tp")))
-    parser.add_argument("--rounds", type=int, default=9, help="of each way to serve (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="of each way to serve (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10_000, help="of the long trace (default: %(default)s)")
     args = parser.parse_args()
     if args.rounds < 1 or args.steps < 1:
@@ -155,25 +155,33 @@ def feed(engine: Engine) -> None:
         engine.add([uid % 500, *[1] * length], SamplingParams(max_tokens=100 + uid * 53 % 150, ignore_eos=True))
 
 
-def cost(rounds: int = 9, steps: int = 800) -> list:
-    """Time of this process, side by side, in turns that begin with another one each."""
-    engine, limits = busy(), {"not at all": None, "live": {"every": EVERY, "share": SHARE}, "every step": {}}
-    times: dict[str, list[float]] = {name: [] for name in limits}
-    for turn in range(rounds):
-        for name in [*limits][turn % 3 :] + [*limits][: turn % 3]:
-            trace = None if limits[name] is None else Trace(engine, **limits[name], max_lines=128)
-            if trace:
-                trace.record()  # a key frame, for somebody who has just come
-            start = time.process_time()
-            for _ in range(steps):
-                engine.step()
-                feed(engine)
-            times[name].append((time.process_time() - start) / steps)
-            if trace:
-                trace.close()
-    seconds = {name: middle(np.array(found)) for name, found in times.items()}
-    base = seconds["not at all"]
-    return [[name, round(found * 1e6), round((found / base - 1) * 100, 1)] for name, found in seconds.items()]
+def cost(steps: int = 400) -> list:
+    """Time of this process. Every turn that is watched lies between two that are not, to which it is compared."""
+    engine = busy()
+
+    def turn(limits: dict | None) -> float:
+        """Seconds per step."""
+        trace = None if limits is None else Trace(engine, **limits, max_lines=128)
+        if trace:
+            trace.record()  # a key frame, for somebody who has just come
+        start = time.process_time()
+        for _ in range(steps):
+            engine.step()
+            feed(engine)
+        seconds = time.process_time() - start
+        if trace:
+            trace.close()
+        return seconds / steps
+
+    before, rows = [turn(None)], []
+    for name, limits, turns in (("live", {"every": EVERY, "share": SHARE}, 24), ("every step", {}, 4)):
+        watched, ratios = [], []
+        for _ in range(turns):
+            watched.append(turn(limits))
+            before.append(turn(None))
+            ratios.append(2 * watched[-1] / (before[-2] + before[-1]))
+        rows.append([name, round(middle(np.array(watched)) * 1e6), round((middle(np.array(ratios)) - 1) * 100, 1)])
+    return [["not at all", round(middle(np.array(before)) * 1e6), 0.0], *rows]
 
 
 def frames(steps: int) -> dict:
