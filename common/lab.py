@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -52,9 +53,10 @@ COPIED = (
 MUTATIONS = ("tests/mutations.py", "tests/lab/wrong.py")  # lists of lines and what breaks them
 TIME_LIMIT = 120  # seconds for the tests of a chapter's tasks; each has its own, much shorter limit
 LONG = 1200  # seconds for the conformance test and the milestone
+PRINTED = 20  # the last lines that a failing test printed
 
 SAYS = {  # key -> (English, Chinese)
-    "asks": ("{0} tasks in {1} are no longer blank; start again and lose them?", "{1} 里有 {0} 个任务已经写过；重新开始会丢掉它们，继续吗？"),
+    "asks": ("{0} has changes of yours; start again and lose them?", "{0} 里有你改过的内容；重新开始会丢掉它们，继续吗？"),
     "bug": (
         "One line of {0} is wrong in {1}. This fails now:",
         "{1} 中，{0} 有一行是错的。下面这条命令现在会失败：",
@@ -67,11 +69,13 @@ SAYS = {  # key -> (English, Chinese)
     "conformance": ("All tasks are green. The conformance test of this chapter:", "所有任务都通过了。接下来运行本章的一致性测试："),
     "done": ("Chapter {0} is yours.", "第 {0} 章是你自己写的了。"),
     "expected": ("expected:", "应为："),
-    "failed": ("It fails: {0}", "没有通过：{0}"),
+    "failed": ("This does not hold yet: {0}", "这一条还不成立：{0}"),
     "hint_end": ("{0} of 3", "第 {0} 级，共 3 级"),
     "kept": ("Nothing was changed.", "什么都没有改动。"),
     "milestone": ("And its milestone, with your code:", "再用你的代码运行本章的里程碑："),
     "not_yet": ("{0} is not written yet", "{0} 还没有写"),
+    "plainer": ("plainer:", "更具体的提示："),
+    "printed": ("it printed", "它打印了"),
     "same": ("Yours is the reference, word for word.", "你写的和参考实现一字不差。"),
     "started": ("{0} tasks wait in {1}. Open that folder in your editor, then:", "{1} 里有 {0} 个任务等你来写。用编辑器打开这个目录，然后运行："),
     "stuck": ("stuck?", "卡住了？"),
@@ -83,6 +87,11 @@ MARKS = {"blank": ("blank", "空白"), "written": ("written", "已写"), "green"
 
 class LabError(Exception):
     """A sentence for the reader."""
+
+
+def line(text: str) -> None:
+    """As it is, so that a command or a path can be copied; `say` breaks lines."""
+    print(text, flush=True)
 
 
 @dataclass(frozen=True)
@@ -114,13 +123,24 @@ class Copy:
 
     @property
     def notes(self) -> dict:
-        """number, origin (the repository it was copied from), green (task -> digest of its bodies), bug."""
+        """number, kind, origin (the repository it was copied from), made (its fingerprint then), green (task -> digest of
+        its bodies), hints (task -> level), bug."""
         return json.loads(self.notes_file.read_text(encoding="utf-8"))
 
     def note(self, **changes) -> None:
         notes = (self.notes if self.exists else {}) | changes
         self.notes_file.parent.mkdir(exist_ok=True)
         self.notes_file.write_text(json.dumps(notes, indent=1, ensure_ascii=False), encoding="utf-8")
+
+    def fingerprint(self) -> str:
+        """Of all that a reader writes in."""
+        kinds = [f"{top}/**/*.{kind}" for top in ("common", "stage*", "tests") for kind in ("py", "ipynb")]
+        files = sorted(file for kind in kinds for file in self.folder.glob(kind))
+        return digest([file.read_text(encoding="utf-8") for file in files])
+
+    def shown(self, file: str) -> str:
+        """The file's path from where the reader's shell is."""
+        return os.path.relpath(self.folder / file)
 
     def reference(self, file: str) -> str:
         return (self.folder / ".lab" / "reference" / file).read_text(encoding="utf-8")
@@ -164,7 +184,10 @@ def copy_of(number: int, folder: Path | None, kind: str = "lab") -> Copy:
 def existing(copy: Copy, number: int) -> Copy:
     """Raises LabError unless the copy is there, and of this chapter."""
     if not copy.exists:
-        raise LabError(f"there is no working copy in {copy.folder}; make one: python -m common.lab start {number}")
+        raise LabError(
+            f"there is no working copy in {copy.folder}; name its place with --dir, or make one:\n"
+            f"python -m common.lab start {number}"
+        )
     if copy.notes["number"] != number:
         raise LabError(f"{copy.folder} is a working copy of chapter {copy.notes['number']}, not of {number}")
     return copy
@@ -194,20 +217,20 @@ def make_copy(copy: Copy, lesson: Lesson, kind: str) -> None:
         kept = target / ".lab" / "reference" / file
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source / file, kept)
-    copy.note(number=lesson.number, origin=str(source), kind=kind, green={})
+    copy.note(number=lesson.number, origin=str(source), kind=kind, green={}, made=copy.fingerprint())
 
 
-def may_overwrite(copy: Copy, lesson: Lesson, voice: Voice) -> bool:
+def may_overwrite(copy: Copy, voice: Voice) -> bool:
     """Asks, if there is work in the copy that would be lost."""
-    if not copy.exists:
-        return True
-    changed = [task for task in lesson.tasks if copy.state(task) != "blank"]
-    if not changed:
+    if not copy.exists or copy.fingerprint() == copy.notes["made"]:
         return True
     try:
-        return input(voice("asks", len(changed), copy.folder) + voice("yes_no")).strip().lower() in ("y", "yes")
+        if input(voice("asks", copy.folder) + voice("yes_no")).strip().lower() in ("y", "yes"):
+            return True
     except EOFError:
-        return False
+        pass
+    line(voice("kept"))
+    return False
 
 
 # --- the commands ----------------------------------------------------------------------------------------------------
@@ -217,37 +240,43 @@ def start(lesson: Lesson, folder: Path | None, voice: Voice) -> int:
     copy = copy_of(lesson.number, folder)
     if copy.exists and copy.notes["number"] != lesson.number:
         raise LabError(f"{copy.folder} is a working copy of chapter {copy.notes['number']}; choose another --dir")
-    if not may_overwrite(copy, lesson, voice):
-        say(voice("kept"))
+    if not may_overwrite(copy, voice):
         return 1
     make_copy(copy, lesson, "lab")
     for task in lesson.tasks:
         file = copy.folder / task.file
         file.write_text(blanked(file.read_text(encoding="utf-8"), task), encoding="utf-8")
-    say(voice("started", len(lesson.tasks), copy.folder))
-    say(f"cd {copy.folder}\npython -m common.lab check {lesson.number}")
+    copy.note(made=copy.fingerprint())
+    line(voice("started", len(lesson.tasks), copy.folder))
+    line(f"cd {copy.folder}\npython -m common.lab check {lesson.number}")
     return 0
 
 
 def check(lesson: Lesson, folder: Path | None, quick: bool, voice: Voice) -> int:
     """The tasks up to the first that fails; when all are green the conformance test and the milestone, unless `quick`."""
     copy = existing(copy_of(lesson.number, folder), lesson.number)
-    for file in lesson.files:
+    for task in lesson.tasks:
         try:
-            ast.parse(copy.source(file))
+            for name in task.functions:
+                find_function(copy.source(task.file), name)
         except SyntaxError as error:
-            say(f"{file}:{error.lineno}: SyntaxError: {error.msg}\n    {(error.text or '').strip()}")
+            line(f"{copy.shown(task.file)}:{error.lineno}: SyntaxError: {error.msg}\n    {(error.text or '').strip()}")
             return 1
+        except LookupError:
+            was = find_function(copy.reference(task.file), name)
+            raise LabError(
+                f"{copy.shown(task.file)} has no {name} any more. It was: def {was.name}({ast.unparse(was.args)})"
+            ) from None
     passed, failure = run_tests(copy, lesson)
     for task in lesson.tasks:
         source = copy.source(task.file)
         if failure and failure.task == task:
-            say(f"✗ {task.id}  {task.title[voice.language]}")
+            line(f"✗ {task.id}  {task.title[voice.language]}")
             explain(copy, lesson, failure, voice)
             return 1
         if task.id not in passed:
             raise LabError(f"no test of {task.id} ran; is {lesson.tests} as it was?")
-        say(f"✓ {task.id}  {task.title[voice.language]}")
+        line(f"✓ {task.id}  {task.title[voice.language]}")
         bodies = digest([body(source, name) for name in task.functions])
         copy.note(green=copy.notes["green"] | {task.id: bodies})
     if quick:
@@ -256,11 +285,14 @@ def check(lesson: Lesson, folder: Path | None, quick: bool, voice: Voice) -> int
         ("conformance", ["-m", "pytest", "-x", "-p", "no:cacheprovider", *lesson.conformance]),
         ("milestone", [f"{lesson.folder}/run.py"]),
     ):
-        say(voice(key))
-        say(f"python {' '.join(command)}")
-        if subprocess.run([sys.executable, *command], cwd=copy.folder, timeout=LONG).returncode:
-            return 1
-    say(voice("done", lesson.number))
+        line(voice(key))
+        line(f"python {' '.join(command)}")
+        try:
+            if subprocess.run([sys.executable, *command], cwd=copy.folder, timeout=LONG).returncode:
+                return 1
+        except subprocess.TimeoutExpired:
+            raise LabError(f"it did not end in {LONG} seconds") from None
+    line(voice("done", lesson.number))
     return 0
 
 
@@ -272,6 +304,7 @@ class Failure:
     test: str
     message: str
     trace: str
+    printed: str
 
 
 def run_tests(copy: Copy, lesson: Lesson) -> tuple[set[str], Failure | None]:
@@ -279,6 +312,7 @@ def run_tests(copy: Copy, lesson: Lesson) -> tuple[set[str], Failure | None]:
     with tempfile.TemporaryDirectory() as temporary:
         report = Path(temporary) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-x", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        command += ["-o", "junit_logging=system-out"]
         try:
             run = subprocess.run(
                 [*command, f"--junitxml={report}", lesson.tests],
@@ -290,17 +324,22 @@ def run_tests(copy: Copy, lesson: Lesson) -> tuple[set[str], Failure | None]:
             )
         except subprocess.TimeoutExpired as error:
             raise LabError(f"the tests did not end in {TIME_LIMIT} seconds") from error
-        if run.returncode not in (0, 1) or not report.exists():
+        if not report.exists():
             raise LabError(f"the tests could not run:\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     tasks, passed = {task.tests: task for task in lesson.tasks}, set()
     for case in cases:
         task = tasks.get(case.get("classname", "").rpartition(".")[2])
         problem = case.find("failure") if case.find("failure") is not None else case.find("error")
-        if problem is not None and task is None:
-            raise LabError(f"the tests could not be read:\n{problem.text}")
+        if problem is not None and task is None:  # a file of the engine could not be imported
+            errors = [text.strip("E \n") for text in problem.text.splitlines() if text.startswith("E ")]
+            *_, place = re.findall(r"^(\w\S*:\d+): in ", problem.text, re.MULTILINE) or [lesson.tests]
+            raise LabError("\n".join([f"{copy.shown(place)}: it can't be imported", *errors]))
         if problem is not None:
-            return passed - {task.id}, Failure(task, case.get("name"), problem.get("message"), problem.text or "")
+            printed = (case.findtext("system-out") or "").strip().partition("\n")[2]  # below a headline
+            groups = re.findall(r"(?:^E .*\n?)+", problem.text, re.MULTILINE)  # the message of each error on the way
+            message = "\n".join(text[4:] for text in groups[-1].splitlines())
+            return passed - {task.id}, Failure(task, case.get("name"), message, problem.text, printed)
         if task is not None:
             passed.add(task.id)
     return passed, None
@@ -309,29 +348,31 @@ def run_tests(copy: Copy, lesson: Lesson) -> tuple[set[str], Failure | None]:
 def explain(copy: Copy, lesson: Lesson, failure: Failure, voice: Voice) -> None:
     """What was called, what came, what was expected, and which line of the chapter explains it."""
     task, message = failure.task, failure.message
-    say(f"  {voice('failed', failure.test.removeprefix('test_').replace('_', ' '))}")
+    line(f"  {voice('failed', failure.test.removeprefix('test_').replace('_', ' '))}")
     if message.startswith("NotImplementedError: lab "):
         name = message.rpartition(": ")[2]
         lines = [voice("not_yet", name)]
     else:
         lines = message.removeprefix("AssertionError: ").splitlines()
         for key in ("called", "came", "expected"):
-            lines = [
-                line.replace(SAYS[key][0], voice(key), 1) if line.startswith(SAYS[key][0]) else line for line in lines
-            ]
-    for line in lines:
-        say(f"    {line}")
+            lines = [re.sub(f"^{SAYS[key][0]}", voice(key), text) for text in lines]
+    for text in lines:
+        line(f"    {text}")
+    if failure.printed:
+        line(f"  {voice('printed')}:")
+        for text in failure.printed.splitlines()[-PRINTED:]:
+            line(f"    {text}")
     source = copy.source(task.file)
     place = find_function(source, task.functions[0]).lineno
-    for line in failure.trace.splitlines():  # the last line of theirs that was reached
-        file, _, rest = line.partition(":")
+    for text in failure.trace.splitlines():  # the last line of theirs that was reached
+        file, _, rest = text.partition(":")
         if file == task.file and (number := rest.partition(":")[0]).isdigit():
             place = int(number)
-    say(f"  {voice('where')}: {task.file}:{place} ({', '.join(task.functions)})")
+    line(f"  {voice('where')}: {copy.shown(task.file)}:{place} ({', '.join(task.functions)})")
     chapter = f"{lesson.folder}/{CHAPTERS[voice.language]}"
     words = task.explained[voice.language]
-    say(f"  {voice('chapter')}: {chapter}:{line_of(copy.source(chapter), words)} ({words} …)")
-    say(f"  {voice('stuck')} python -m common.lab hint {task.id}")
+    line(f"  {voice('chapter')}: {copy.shown(chapter)}:{line_of(copy.source(chapter), words)} ({words} …)")
+    line(f"  {voice('stuck')} python -m common.lab hint {task.id}")
 
 
 def hint(task: Task, level: int | None, folder: Path | None, voice: Voice) -> int:
@@ -344,6 +385,8 @@ def hint(task: Task, level: int | None, folder: Path | None, voice: Voice) -> in
             copy.note(hints=seen | {task.id: level})
     say(f"{task.id}  {task.title[voice.language]}  ({voice('hint_end', level)})\n")
     say(task.hints[voice.language][level - 1])
+    if level < 3:
+        line(f"\n{voice('plainer')} python -m common.lab hint {task.id} {level + 1}")
     return 0
 
 
@@ -355,7 +398,7 @@ def show(task: Task, folder: Path | None, voice: Voice) -> int:
     for name in task.functions:
         new = body(reference, name)
         old = body(theirs, name) if theirs else ""
-        say(f"{file}: {name}")
+        line(f"{file}: {name}")
         print((diff(old, new, "yours", "reference") or voice("same")) if theirs else new)
     return 0
 
@@ -393,20 +436,22 @@ def bug(lesson: Lesson, folder: Path | None, reveal: bool, voice: Voice) -> int:
     copy = copy_of(lesson.number, folder, "bug")
     if reveal:
         found = existing(copy, lesson.number).notes["bug"]
-        say(f"{found['file']}: {found['what']}")
+        line(f"{found['file']}: {found['what']}")
         print(diff(found["broken"], found["line"], "wrong", "right"))
         return 0
     if copy.exists and copy.notes["kind"] != "bug":
         raise LabError(f"{copy.folder} is where you write; choose another --dir for the bug")
+    if not may_overwrite(copy, voice):
+        return 1
     found = random.choice(known_bugs(origin(), lesson))
     make_copy(copy, lesson, "bug")
     file = copy.folder / found["file"]
     file.write_text(file.read_text(encoding="utf-8").replace(found["line"], found["broken"]), encoding="utf-8")
-    copy.note(bug=found)
-    say(voice("bug", lesson.folder, copy.folder))
-    say(f"cd {copy.folder}\npython -m pytest -x {found['test']}")
-    say(voice("bug_end"))
-    say(f"python -m common.lab bug {lesson.number} --reveal")
+    copy.note(bug=found, made=copy.fingerprint())
+    line(voice("bug", lesson.folder, copy.folder))
+    line(f"cd {copy.folder}\npython -m pytest -x {found['test']}")
+    line(voice("bug_end"))
+    line(f"python -m common.lab bug {lesson.number} --reveal")
     return 0
 
 
@@ -455,8 +500,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 if all went well, 1 if a task is not done, 2 for a wrong command."""
-    args, everything = parser().parse_args(arguments), lessons(origin())
+    """Returns the exit status: 0 if all went well, 1 if a task is not done, 2 for a wrong command, 130 for Ctrl-C."""
+    args, everything = parser().parse_args(arguments), lessons(ROOT)
     voice = Voice(args.lang)
     try:
         if args.command == "status":
@@ -476,9 +521,12 @@ def main(arguments: list[str] | None = None) -> int:
         if args.command == "check":
             return check(lesson, args.dir, args.quick, voice)
         return bug(lesson, args.dir, args.reveal, voice)
-    except LabError as error:
-        say(str(error))
+    except (LabError, OSError) as error:
+        line(str(error))
         return 2
+    except KeyboardInterrupt:
+        line("")
+        return 130
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class DecodeGraphs:
         return self.memory[: FIELDS * size].view(FIELDS, size)
 
     def fill(self, batch: Batch, size: int, plain: bool) -> None:
-        """The batch into the static buffers, padding behind it up to `size`."""
+        """The batch into the static buffers, padding (table_idx -1, position 0) behind it up to `size`."""
         count, host = len(batch.reqs), np.zeros((FIELDS, size), np.int32)
         inputs = DecodeInputs(*host)
         inputs.input_ids[:count] = known_ids(batch)

@@ -200,6 +200,7 @@ class RadixTree:
             assert node.parent.used >= node.used, "a node is fresher than the path to it"
             assert node.queued or node.children or node.locks, "an unlocked leaf is not in the heap"
         queued = [node for *_, node in self.heap]
-        assert len(queued) == len(set(queued)) and set(queued) == {node for node in nodes if node.queued}
+        assert len(queued) == len(set(queued)), "a node is in the heap twice"
+        assert set(queued) == {node for node in nodes if node.queued}, "the heap and the nodes' `queued` differ"
         assert self.num_pages == sum(len(node.pages) for node in nodes), "pages are miscounted"
         assert self.num_locked == sum(len(node.pages) for node in nodes if node.locks), "locked pages are miscounted"

@@ -61,8 +61,8 @@ class Hub:
 
     async def stream(self, calls: list[Tokenize]) -> AsyncIterator[list[Piece]]:
         """The pieces of all sequences of the calls as they come, until each has its end: each time all that is waiting, one
-        piece for a sequence. So to a client that is late, several tokens come as one. Nothing is handed out before the engine
-        has taken all of the calls; the first time it may be nothing at all.
+        piece for a sequence. So to a client that is late, several tokens come as one. The first list comes as soon as the
+        engine has taken all of the calls, and not before, even if there is no piece yet.
 
         Raises RequestFailed as soon as one of them fails. Leaving early (use contextlib.aclosing) aborts the rest.
         """

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from timeit import timeit
 
 import jsonschema
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import UserError
+from stage2_req.req import Req
 from stage2_req.sampling import GumbelSampler
 from stage7_radix.params import RequestParams
 from stage8_tp.build import build_rank
@@ -155,6 +157,27 @@ def test_a_stop_token_that_the_grammar_allows_ends_the_text_too(checkpoint, comp
     params = constrained("regex:[a-c]{2}-[0-9]{3}", 0, stop_token_ids={stop})
     (req,) = build(checkpoint.config(), compiler).generate([checkpoint.prompt(3)], params)
     assert req.finish_reason == "stop_token" and re.fullmatch("[a-c]{2}-", text(req.output_ids))
+
+
+def test_a_model_with_more_tokens_than_its_tokenizer():
+    """Of the tokens without a text none is drawn, and they don't make the masks dear."""
+    sizes, best = (EOS + 1, 100_001), []
+    for size in sizes:
+        padded = Compiler(lambda size=size: Vocabulary.build(CHARACTERS, [], frozenset({EOS}), size), [EOS])
+        padded.prepare("regex:[a-c]+").result()
+        sampler, reqs = GrammarSampler(GumbelSampler(), padded), bound_and_free()
+        logits = torch.zeros(2, size)
+        logits[:, EOS + 1 :] = 1
+        tokens = sampler(logits, reqs).tokens
+        assert CHARACTERS[tokens[0]] in (b"a", b"b", b"c") and (size == EOS + 1 or tokens[1] > EOS)
+        times = [timeit(lambda: sampler.masks(bound_and_free(), size), number=20) for _ in range(5)]  # noqa: B023
+        best.append(min(times))
+    assert best[1] < 4 * best[0]
+
+
+def bound_and_free() -> list[Req]:
+    params = [RequestParams(grammar="regex:[a-c]+"), RequestParams(temperature=0)]
+    return [Req(i, [1], p, 0, 100, frozenset({EOS})) for i, p in enumerate(params)]
 
 
 # --- random schemas ---------------------------------------------------------------------------------------------

@@ -91,4 +91,5 @@ def make_grammars(config: EngineConfig) -> tuple[Admission, Callable[[ModuleType
     """Both sides of it, for the model's vocabulary: at the engine's door, and the maker of its sampler."""
     shape, _ = load_config(config.model)
     compiler = Compiler(partial(read_vocabulary, config.model, shape.eos_ids, shape.vocab_size), shape.eos_ids)
+    compiler.begin()
     return Admission(compiler), lambda ops: GrammarSampler(GumbelSampler(ops), compiler)

@@ -1,8 +1,8 @@
 """From a grammar, as a request states it, to a matcher: what says, token by token, which tokens may come next.
 
 The work is done by llguidance. It is bounded (`limits`), whatever a request states: a grammar that would take more is
-refused, and says so. Compiling takes a millisecond, but the first time the vocabulary has to be read, which takes seconds.
-So it happens in a thread, and whoever waits for a grammar waits without holding up others.
+refused, and says so. Compiling takes a millisecond, but before the first one the vocabulary has to be read, which takes
+seconds. So it happens in a thread, and whoever waits for a grammar waits without holding up others.
 """
 
 import json
@@ -63,7 +63,7 @@ class Vocabulary:
             raise UserError("the model has no end token, which a text with a grammar must end with")
         silent = {*special, *eos_ids}
         known = [NO_TEXT + data if token in silent else data for token, data in enumerate(tokens)]
-        known += [NO_TEXT] * (size - len(known))
+        known += [b""] * (size - len(known))  # never allowed; copies of one token would be gone through in every mask
         return cls(known[:size], sorted(silent), min(eos_ids))
 
 
@@ -82,6 +82,10 @@ class Compiler:
     def tokenizer(self) -> LLTokenizer:
         vocabulary = self.read()
         return LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=self.eos_ids)
+
+    def begin(self) -> None:
+        """Read the vocabulary now, in the thread, so that the first grammar need not wait for it."""
+        self.thread.submit(lambda: self.tokenizer)
 
     def prepare(self, grammar: str) -> Future[None]:
         """Compile it in the thread. The future raises UserError if it can't be, or may not."""

@@ -40,14 +40,12 @@ class GrammarSampler:
 
     def __call__(self, logits: Tensor, reqs: Sequence[Req]) -> Samples:
         """logits [S, V] -> one token for each of S requests; log-probabilities are still the model's own."""
-        rows = [i for i, req in enumerate(reqs) if grammar_of(req)]
-        if not rows:
+        if not any(map(grammar_of, reqs)):
             return self.sampler(logits, reqs)
-        index = upload(np.array(rows), logits.device)
-        bits = upload(self.masks([reqs[i] for i in rows], logits.shape[1]), logits.device)
-        allowed = (bits[:, :, None] >> torch.arange(32, device=bits.device)) & 1  # [R, V / 32, 32]
-        allowed = allowed.flatten(1)[:, : logits.shape[1]].bool()
-        masked = logits.index_copy(0, index, logits[index].masked_fill(~allowed, -math.inf))
+        bits = upload(self.masks(reqs, logits.shape[1]), logits.device).view(torch.uint8)
+        place = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
+        allowed = (bits[:, :, None] & place != 0).flatten(1)[:, : logits.shape[1]]
+        masked = torch.where(allowed, logits, -math.inf)
         samples = self.sampler(masked, reqs)
         if samples.logprobs is not None:
             samples.logprobs = top_logprobs(logits, samples.tokens, samples.logprobs[1].shape[1])
@@ -57,23 +55,23 @@ class GrammarSampler:
         """Only for requests without a grammar, since others are not `plain`."""
         return self.sampler.draw(logits, inv_temperature, key_low, key_high)
 
-    def masks(self, reqs: list[Req], vocab_size: int) -> np.ndarray:
-        """Which tokens may come next: a bit for each, [R, ceil(V / 32)] int32."""
-        masks = allocate_token_bitmask(len(reqs), vocab_size)
-        states = [self.follow(req) for req in reqs]
-        work = [(state.matcher, i) for i, state in enumerate(states) if not state.matcher.is_error()]
+    def masks(self, reqs: Sequence[Req], vocab_size: int) -> np.ndarray:
+        """Which tokens may come next: a bit for each, [S, ceil(V / 32)] int32. Without a grammar, all."""
+        masks = allocate_token_bitmask(len(reqs), vocab_size)  # all bits are set
+        bound = [(i, req, self.follow(req).matcher) for i, req in enumerate(reqs) if grammar_of(req)]
+        work = [(matcher, i) for i, _, matcher in bound if not matcher.is_error()]
         try:
             fill_next_token_bitmask_par(self.executor, work, masks)
         except ValueError:  # one of them has come to a limit; which one shows when they are asked one by one
             for matcher, i in work:
                 with suppress(ValueError):
                     fill_next_token_bitmask(matcher, masks, i)
-        for req, state, mask in zip(reqs, states, masks, strict=True):
-            if state.matcher.is_error():  # whoever owns the loop looks for it; until then the text can only end
-                self.compiler.failed.setdefault(req.uid, state.matcher.get_error().strip())
-                mask[:] = 0
+        for i, req, matcher in bound:
+            if matcher.is_error():  # whoever owns the loop looks for it; until then the text can only end
+                self.compiler.failed.setdefault(req.uid, matcher.get_error().strip())
+                masks[i] = 0
                 for token in self.compiler.eos_ids:
-                    mask[token // 32] |= np.uint32(1 << token % 32).view(np.int32)
+                    masks[i, token // 32] |= np.uint32(1 << token % 32).view(np.int32)
         return masks
 
     def follow(self, req: Req) -> State:

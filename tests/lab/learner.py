@@ -25,7 +25,7 @@ def expect_close(called: str, came: torch.Tensor, expected: torch.Tensor) -> Non
     if came.shape != expected.shape:
         expect(f"{called}, its shape", list(came.shape), list(expected.shape))
     if not torch.allclose(came, expected, atol=1e-4):
-        expect(called, came.round(decimals=3), expected.round(decimals=3))
+        expect(called, came.double().round(decimals=3), expected.double().round(decimals=3))
 
 
 def expect_error(called: str, function: Callable, error: type[Exception]) -> None:

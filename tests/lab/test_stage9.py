@@ -114,7 +114,7 @@ def streamed(desk: Desk, *calls: list[int], at_most: int = 9) -> list[str]:
                     break
 
     try:
-        asyncio.run(asyncio.wait_for(run(), 5))
+        asyncio.run(asyncio.wait_for(run(), 2))
     except RequestFailed as error:
         found.append(f"failed with {error.status}: {error.message}")
     return found
