@@ -49,7 +49,10 @@ class FCFSScheduler:
         logprobs: list[Logprobs] | None = None,
         prompt_logprobs: list[Logprobs] | None = None,
     ) -> list[Output]:
-        """Append what the step sampled for its S requests and end those that are done."""
+        """Append what the step sampled for its S requests and end those that are done.
+
+        prompt_logprobs, if there are any, are booked first; a request's first output brings all that it asked for.
+        """
         now, outputs = time.perf_counter(), []
         if prompt_logprobs is not None:
             book(batch, prompt_logprobs)

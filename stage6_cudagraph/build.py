@@ -34,7 +34,7 @@ def assemble(m: Loaded, cache: PagedCacheManager, sampler: Sampler, order: Order
         runner = GraphRunner(runner, config)
     if m.device.type == "cuda":
         with timed_start("warm-up", m.device):
-            warm_up(runner, config)
+            warm_up(runner, config, cache.max_len)
     scheduler = PagedScheduler(cache, config.max_batch_tokens, order)
     engine = OverlapEngine if config.overlap else Engine
     return engine(m.shape, scheduler, cache, runner, m.device, config.seed)

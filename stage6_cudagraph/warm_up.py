@@ -6,6 +6,7 @@ So these steps have every size, and every way in which requests can sample.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -31,10 +32,10 @@ WAYS = (
 
 
 @torch.inference_mode()
-def warm_up(runner: FutureRunner, config: EngineConfig) -> None:
-    """Runs steps of all kinds, from graphs where they fit. They write into page 0, which no request owns yet: in an empty
-    page table it is everybody's."""
-    for step, params in steps(config):
+def warm_up(runner: FutureRunner, config: EngineConfig, max_len: int) -> None:
+    """Runs steps of all kinds, with requests of up to `max_len` tokens; from graphs where they fit. They write into page 0,
+    which no request owns yet: in an empty page table it is everybody's."""
+    for step, params in steps(replace(config, max_model_len=max_len)):
         runner.forward(batch_of(step, params))
 
 

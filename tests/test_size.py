@@ -36,6 +36,7 @@ INSTRUMENTS = {  # they measure and show; no request passes through them
         "cli",
         "local_server",
         "check_clients",
+        "peers",
         "byte_tokenizer",
     )
 }

@@ -27,7 +27,7 @@ FLAGS = {"dtype": "bfloat16", "attn": "triton", "graph": True, "max_running": 24
 CONFIGS = {  # what differs, and the longest prompts
     "graphs for most": ({"kv_tokens": 6000, "max_model_len": 3000, "max_batch_tokens": 1500}, 2500),
     "graphs for few": ({"kv_tokens": 1200, "max_model_len": 700, "graph_max_batch": 4, "graph_max_tokens": 40}, 600),
-    "no graphs": ({"kv_tokens": 1200, "max_model_len": 700, "graph": False, "page_size": 16}, 600),
+    "no graphs": ({"kv_tokens": 640, "max_model_len": 700, "graph": False, "page_size": 16}, 600),
     "small steps": ({"kv_tokens": 300, "max_model_len": 120, "max_batch_tokens": 20, "graph_max_tokens": 0}, 100),
 }
 
@@ -104,7 +104,7 @@ def test_nothing_is_compiled_after_the_warm_up(compiled, monkeypatch, name, shap
     for graphs in getattr(engine.runner, "graphs", ()):
         for replay in graphs.replays.values():  # on a GPU this is how they are captured
             replay()
-    warm_up(engine.runner, m.config)
+    warm_up(engine.runner, m.config, engine.cache.max_len)
     before = set(compiled.keys)
     everything(engine, longest, random.Random(0))
     assert compiled.keys == before

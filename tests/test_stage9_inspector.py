@@ -14,17 +14,22 @@ import pytest
 from common.config import EngineConfig, UserError
 from stage2_req.build import build_engine as build_stage2
 from stage2_req.params import SamplingParams
+from stage3_kvcache.build import build_engine as build_stage3
 from stage4_batch.build import build_engine as build_stage4
 from stage5_paged.build import build_engine as build_stage5
 from stage6_cudagraph.build import build_engine as build_stage6
 from stage7_radix.build import build_engine as build_stage7
+from stage7_radix.params import RequestParams
+from stage9_server.inspector import live
 from stage9_server.inspector.chrome import events
+from stage9_server.inspector.messages import Inspect
 from stage9_server.inspector.reader import State, parse
 from stage9_server.inspector.record import SCENARIOS
 from stage9_server.inspector.show import show
 from stage9_server.inspector.trace import VERSION, Trace, geometry, rows_of, runs
 from stage9_server.local_server import running
 from tests.conftest import PROFILE
+from tests.ranks import build_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "stage9_server" / "inspector"
@@ -119,7 +124,7 @@ def test_the_ring_forgets_whole_stretches_and_stays_readable():
     assert told(state) == expected
 
 
-@pytest.mark.parametrize("build", [build_stage2, build_stage4, build_stage5, build_stage6], ids="2456")
+@pytest.mark.parametrize("build", [build_stage2, build_stage3, build_stage4, build_stage5, build_stage6], ids="23456")
 def test_an_engine_that_is_not_watched_any_more_is_as_before(build):
     engine = tiny(build)
     parts = (engine, engine.scheduler, engine.cache, engine.runner)
@@ -166,6 +171,32 @@ def test_text_is_in_a_trace_only_where_it_was_asked_for():
         assert header["text"] is secret
         said = "".join(f"{piece} " for line in lines for _, piece in line.get("text", ())).split()
         assert said == ([f"word{i}" for i in req.output_ids] if secret else [])
+
+
+@pytest.mark.parametrize("text", [False, True], ids=["steps", "text"])
+def test_live_with_two_ranks(text, monkeypatch):
+    """The lines are rank 0's state; the other rank, which nobody watches, keeps step. Without onlookers there is no trace."""
+    monkeypatch.setattr(live, "EVERY", 0.0)
+    monkeypatch.setattr(live, "SHARE", 1.0)  # a line for every step
+    engine = build_ranks(EngineConfig(**TINY, **SMALL), 2)
+    unwatched = set(vars(engine.engine)) | {"in_flight"}
+    watching, lines = live.Watching(engine, "dummy:tiny"), []
+    assert watching.news() is None
+    watching.handle(Inspect(on=True, text=text))
+    for token in (1, 2, 3):
+        engine.add([token] * 9, RequestParams(max_tokens=6, ignore_eos=True))
+    while engine.has_work():
+        engine.step()
+        news = watching.news()
+        lines += news.lines
+        state = State()
+        for line in parse(b"\n".join([news.header, *lines]))[1]:
+            state.apply(line)
+        assert told(state) == truth(engine.engine)
+    assert len(lines) > 6 and (b'"text":[[' in b"".join(lines)) is text
+    watching.handle(Inspect(on=False))
+    assert watching.news() is None and set(vars(engine.engine)) <= unwatched
+    engine.close()
 
 
 def test_runs():

@@ -322,7 +322,7 @@ def tight() -> Scenario:
             0,
             full,
             f"Retraction: request {uid} is the youngest, so its pages are free again and page {page} has changed hands or is free. Its tokens stay with it.",
-            f"收回：请求 {uid} 最年轻，它的页空出来了，第 {page} 页已空闲或换了主人。它的 token 还在。",
+            f"抢占：请求 {uid} 最年轻，它的页空出来了，第 {page} 页已空闲或换了主人。它的 token 还在。",
             uid,
             page,
         ),

@@ -18,6 +18,9 @@ FOLDER = Path(__file__).parent
 STAGES = FOLDER.parents[1]
 SIZE = {"width": 1120, "height": 600}
 COLOURS = 200  # of the palette: a picture has some tens of KB
+STYLE = (
+    ".transport { position: static } footer { display: none } .card { box-shadow: none }"  # few colours have no shadows
+)
 
 
 def places() -> dict[str, str]:
@@ -46,7 +49,7 @@ def main() -> None:
                 page.goto(f"{(FOLDER / 'page.html').as_uri()}#lang={language}&theme=light&{place}")
                 page.wait_for_function("inspector.trace && inspector.at >= 0")
                 page.wait_for_timeout(1200)  # until nothing moves any more
-                page.add_style_tag(content=".transport { position: static } footer { display: none }")
+                page.add_style_tag(content=STYLE)
                 data = page.screenshot(full_page=True)
                 picture = Image.open(io.BytesIO(data)).convert("RGB")
                 picture = picture.quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)

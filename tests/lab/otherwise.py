@@ -31,12 +31,17 @@ OTHERWISE = {
     "2.4": {
         "FCFSScheduler.update": method("""
             outputs = []
+            if prompt_logprobs:
+                book(batch, prompt_logprobs)
             for i, (req, token) in enumerate(zip(batch.sampled, tokens, strict=True)):
                 if req.finish_reason is not None:
                     continue
                 req.token_ids.append(token)
+                scored = None
                 if not req.first_token_at:
                     req.first_token_at = time.perf_counter()
+                    if req.params.prompt_logprobs is not None:
+                        scored = req.prompt_logprobs
                 lp = None
                 if logprobs and req.params.logprobs is not None:
                     lp = logprobs[i]._replace(top=logprobs[i].top[: req.params.logprobs])
@@ -44,7 +49,7 @@ OTHERWISE = {
                 reason = req.reason_to_stop(token)
                 if reason:
                     self.finish(req, reason)
-                outputs.append(Output(req, token, reason, lp))
+                outputs.append(Output(req, token, reason, lp, scored))
             return outputs
         """),
     },
