@@ -340,13 +340,14 @@ def test_a_model_without_an_end_token_has_no_grammars():
 
 
 def test_a_call_waits_for_its_grammar_and_holds_up_no_other(compiler):
-    gate = threading.Event()
+    gate, reads = threading.Event(), []
 
     def read():
-        gate.wait(30)
+        reads.append(gate.wait(30))
         return Vocabulary.build(CHARACTERS, [], frozenset({EOS}), EOS + 1)
 
     admission = Admission(Compiler(read, [EOS]))
+    admission.compiler.begin()  # as soon as the server loads
     calls = [Generate([i], [1], RequestParams(grammar=g)) for i, g in enumerate(["regex:a+", "regex:(", ""])]
     assert [admission.hold(call) for call in calls] == [True, True, False]
     assert admission.take() == []
@@ -358,6 +359,7 @@ def test_a_call_waits_for_its_grammar_and_holds_up_no_other(compiler):
     assert [call.uids for call, _ in over] == [[0], [1]]
     assert over[0][1] == "" and "regex" in over[1][1]
     assert not admission.hold(calls[0]) and not admission.held
+    assert reads == [True]
 
 
 def test_the_scheduler_ends_what_its_grammar_can_not_and_forgets_who_left(checkpoint, compiler):
