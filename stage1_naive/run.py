@@ -65,13 +65,13 @@ def run_toy(args) -> dict:
     report.heading(f"The toy: 2 layers, hidden 4096, prompt 32, {args.toy_tokens} new tokens")
     device = resolve_device(args.device)
     torch.manual_seed(42)
-    model, prompt = toy.ToyGPT().to(device).eval(), torch.randint(0, toy.VOCAB, (32,)).to(device)
+    model, prompt = toy.DemoGPT().to(device).eval(), torch.randint(0, toy.VOCAB, (32,)).to(device)
     seconds, outputs = {}, {}
-    for kind in ("cached", "naive"):
-        toy.generate(model, prompt, 2, kind == "cached")  # warm
+    for kind, way in (("cached", toy.generate_cached), ("naive", toy.generate_naive)):
+        way(model, prompt, 2)  # warm
         synchronize(device)
         start = time.perf_counter()
-        outputs[kind] = toy.generate(model, prompt, args.toy_tokens, kind == "cached")
+        outputs[kind] = way(model, prompt, args.toy_tokens)
         synchronize(device)
         seconds[kind] = time.perf_counter() - start
     flops = {kind: toy.count_generation(32, args.toy_tokens, kind == "cached").total for kind in seconds}

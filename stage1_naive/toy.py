@@ -1,4 +1,5 @@
-"""The article's experiment: a two-layer toy that generates with and without a cache, timed and counted in FLOPs.
+"""The article's experiment, under its names: a two-layer toy that generates with and without a cache, timed and counted in
+FLOPs.
 
 Two layers of attention, hidden size 4096, 32 heads, a vocabulary of 100, random weights. FLOPs (a multiplication and an addition
 count as two) are counted by PyTorch from the shapes of every matrix product, so they are exact, and free: on the
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 HIDDEN, HEADS, VOCAB, LAYERS = 4096, 32, 100, 2
 
 
-class ToyAttention(nn.Module):
+class DemoAttn(nn.Module):
     def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
@@ -31,11 +32,11 @@ class ToyAttention(nn.Module):
         return self.out(mixed.transpose(0, 1).flatten(1)), kv
 
 
-class ToyGPT(nn.Module):
+class DemoGPT(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(ToyAttention() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(DemoAttn() for _ in range(LAYERS))
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
 
     def forward(self, ids: Tensor, cache: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
@@ -48,12 +49,21 @@ class ToyGPT(nn.Module):
 
 
 @torch.inference_mode()
-def generate(model: ToyGPT, prompt: Tensor, new_tokens: int, cached: bool) -> Tensor:
-    """Greedy: prompt [P] -> [P + new_tokens]."""
+def generate_naive(model: DemoGPT, prompt: Tensor, new_tokens: int) -> Tensor:
+    """Greedy: prompt [P] -> [P + new_tokens]. Every token runs all that is before it."""
+    ids = prompt
+    for _ in range(new_tokens):
+        logits, _ = model(ids, None)
+        ids = torch.cat((ids, logits[-1:].argmax(-1)))
+    return ids
+
+
+@torch.inference_mode()
+def generate_cached(model: DemoGPT, prompt: Tensor, new_tokens: int) -> Tensor:
+    """The same tokens. After the prompt, every token runs alone."""
     ids, cache = prompt, None
     for _ in range(new_tokens):
-        logits, kept = model(ids[-1:] if cache else ids, cache)
-        cache = kept if cached else None
+        logits, cache = model(ids[-1:] if cache else ids, cache)
         ids = torch.cat((ids, logits[-1:].argmax(-1)))
     return ids
 
@@ -71,7 +81,7 @@ class Flops:
 def count_step(new: int, past: int) -> Flops:
     """FLOPs of one pass over `new` tokens with `past` of them cached."""
     with torch.device("meta"):
-        model, ids = ToyGPT(), torch.zeros(new, dtype=torch.long)
+        model, ids = DemoGPT(), torch.zeros(new, dtype=torch.long)
         cache = [torch.zeros(2, HEADS, past, HIDDEN // HEADS) for _ in range(LAYERS)] if past else None
         with FlopCounterMode(display=False) as counter:
             model(ids, cache)

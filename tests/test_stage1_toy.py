@@ -28,8 +28,8 @@ def test_both_ways_give_the_same_tokens(monkeypatch):
     monkeypatch.setattr(toy, "HIDDEN", 64)
     monkeypatch.setattr(toy, "HEADS", 4)
     torch.manual_seed(0)
-    model, prompt = toy.ToyGPT().eval(), torch.randint(0, toy.VOCAB, (7,))
-    naive, cached = (toy.generate(model, prompt, 20, cached) for cached in (False, True))
+    model, prompt = toy.DemoGPT().eval(), torch.randint(0, toy.VOCAB, (7,))
+    naive, cached = (generate(model, prompt, 20) for generate in (toy.generate_naive, toy.generate_cached))
     assert torch.equal(naive, cached)
     assert len(naive) == 27
     assert torch.equal(naive[:7], prompt)
