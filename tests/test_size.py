@@ -37,6 +37,7 @@ INSTRUMENTS = {  # they measure and show; no request passes through them
         "local_server",
         "check_clients",
         "peers",
+        "draw",
         "byte_tokenizer",
     )
 }

