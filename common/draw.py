@@ -47,10 +47,13 @@ class Drawing:
             style = f'text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"'
             self.shapes.append(f'<text x="{x:g}" y="{at:g}" {style}>{escape(line)}</text>')
 
+    def line(self, *points: tuple[float, float], end: str = "") -> None:
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        self.shapes.append(f'<polyline class="line" points="{path}"{end}/>')
+
     def arrow(self, *points: tuple[float, float]) -> None:
         """A line through the points; its head is at the last one."""
-        path = " ".join(f"{x:g},{y:g}" for x, y in points)
-        self.shapes.append(f'<polyline class="line" points="{path}" marker-end="url(#head)"/>')
+        self.line(*points, end=' marker-end="url(#head)"')
 
     def svg(self) -> str:
         def rules(colors: dict[str, tuple[str, str]], ink: str) -> str:

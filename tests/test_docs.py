@@ -221,7 +221,8 @@ def test_both_languages_say_the_same(page):
     for mark in ("```mermaid", "```python", "<details>", "</details>"):
         assert english.count(mark) == chinese.count(mark), mark
     targets = [
-        Counter(re.sub(r"\.zh\.(md|png|svg)$", r".\1", target) for _, target in links(page)) for page in (english, chinese)
+        Counter(re.sub(r"\.zh\.(md|png|svg)$", r".\1", target) for _, target in links(page))
+        for page in (english, chinese)
     ]
     assert targets[0] == targets[1]
 
