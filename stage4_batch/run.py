@@ -103,12 +103,6 @@ def draw(data: dict) -> None:
         axes.plot([row[0] for row in data["throughput"]], [row[2] for row in data["throughput"]], marker="o")
         axes.set_xscale("log", base=2)
         axes.set(xticks=SIZES, xticklabels=SIZES, ylim=0)
-    title = "Gaps between tokens of 8 requests while a long prompt arrives"
-    with report.plot(__file__, "gaps", title, "step since the prompt arrived", "milliseconds") as axes:
-        for (name, run), colour in zip(
-            data["gaps"]["runs"].items(), (report.COLOURS[3], report.COLOURS[0]), strict=True
-        ):
-            axes.semilogy(run["ms"], color=colour, marker=".", label=name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Host and device in time, without and with overlap: python stage6_cudagraph/figures/draw.py"""
+"""Host and device in time, and a batch in the static buffers: python stage6_cudagraph/figures/draw.py"""
 
 import sys
 from pathlib import Path
@@ -52,7 +52,40 @@ def lanes(d: Drawing, y: float, title: str, work: tuple, lang: int) -> None:
         d.box(LEFT + UNIT * at, y + 56, 3 * UNIT - 2, LANE, str(step), "purple")
 
 
-FIGURES = {"overlap": overlap}
+TWIN = (  # field, and what three requests and the padding have there
+    ("input_ids", ("-1", "-1", "312", "0")),
+    ("positions", ("41", "17", "9", "0")),
+    ("table_idx", ("0", "3", "1", "-1")),
+    ("inv_temperature", ("1.25", "1.25", "0", "0")),
+    ("noise keys", ("…", "…", "…", "0")),
+)
+
+
+def twin(lang: int) -> Drawing:
+    """Three requests in the graph that was captured for four."""
+    d = Drawing(830, 270)
+    d.text(330, 20, ("host: one array", "主机：一个数组")[lang], weight=600)
+    d.text(720, 20, ("device: the graph of size 4", "设备：大小为 4 的 graph")[lang], weight=600)
+    for column, head in enumerate(("A", "B", "C", ("padding", "padding")[lang])):
+        d.text(210 + 80 * column, 46, head)
+    for row, (field, values) in enumerate(TWIN):
+        y = 60 + 34 * row
+        d.text(160, y + 14, field, "end")
+        for column, value in enumerate(values):
+            d.box(172 + 80 * column, y, 76, 28, value, "blue" if column < 3 else "empty")
+        for column in range(4):
+            d.box(640 + 40 * column, y, 38, 28, kind="green" if column < 3 else "empty")
+    d.arrow((500, 140), (632, 140))
+    d.text(566, 126, ("one upload", "一次上传")[lang], size=12)
+    below = (
+        "-1: the host has not seen that token; the graph looks it up on the device. Padding writes into a page of its own.",
+        "-1：这个 token 主机还没见过，由 graph 在设备上查到。padding 写进它自己的一页。",
+    )
+    d.text(20, 252, below[lang], "start", 12)
+    return d
+
+
+FIGURES = {"overlap": overlap, "twin": twin}
 
 if __name__ == "__main__":
     write(__file__, FIGURES)
