@@ -1,4 +1,4 @@
-"""The map of the whole: python stage1_naive/figures/draw.py"""
+"""The naive loop, and the map of the whole: python stage1_naive/figures/draw.py"""
 
 import sys
 from pathlib import Path
@@ -53,7 +53,29 @@ def system(lang: int) -> Drawing:
     return d
 
 
-FIGURES = {"map": system}
+LOOP = (
+    ("blue", ("ids of the\nwhole text:\nS positions", "整段文本的 id：\nS 个位置")),
+    ("plain", ("model, every layer:\nhidden states\n[S, hidden_size]", "模型，逐层：\n隐藏状态\n[S, hidden_size]")),
+    ("plain", ("head: logits\n[1, vocab_size]", "head：logits\n[1, vocab_size]")),
+    ("green", ("one new\ntoken", "一个新\ntoken")),
+)
+ARROWS = (("", ""), ("keep the last row,\ndrop S - 1", "只留最后一行，\n扔掉 S - 1 行"), ("argmax", "argmax"))
+
+
+def loop(lang: int) -> Drawing:
+    """The whole text through the model, for every token."""
+    d = Drawing(830, 170)
+    for i, (kind, label) in enumerate(LOOP):
+        d.box(10 + 225 * i, 20, 135, 80, label[lang], kind)
+    for i, label in enumerate(ARROWS):
+        d.arrow((145 + 225 * i, 60), (235 + 225 * i, 60))
+        d.text(190 + 225 * i, 36, label[lang], size=10)
+    d.arrow((752, 100), (752, 135), (77, 135), (77, 100))
+    d.text(415, 150, ("append it: S grows by 1", "接到末尾：S 加 1")[lang], size=12)
+    return d
+
+
+FIGURES = {"loop": loop, "map": system}
 
 if __name__ == "__main__":
     write(__file__, FIGURES)

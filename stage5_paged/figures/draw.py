@@ -1,4 +1,4 @@
-"""Fixed regions beside pages: python stage5_paged/figures/draw.py"""
+"""A page table, and fixed regions beside pages: python stage5_paged/figures/draw.py"""
 
 import sys
 from pathlib import Path
@@ -50,7 +50,29 @@ def slots(d: Drawing, y: float, first: int, count: int, used: int, kind: str) ->
     d.box(x - 2, y - 4, SLOT * count - 1, 36, kind="empty")
 
 
-FIGURES = {"memory": memory}
+OWNERS = {7: 0, 3: 0, 9: 0, 0: 1, 4: 1}  # page -> index in the page table
+TABLE = ((("A: 11 tokens", "A：11 个 token"), (7, 3, 9)), (("B: 5 tokens", "B：5 个 token"), (0, 4)))
+
+
+def table(lang: int) -> Drawing:
+    """The page table of two requests, and where their pages of four slots lie in the pool."""
+    d = Drawing(830, 250)
+    d.text(20, 20, ("page table", "页表")[lang], "start", weight=600)
+    d.text(20, 134, ("KV pool: pages of 4 slots", "KV pool：每页 4 个 slot")[lang], "start", weight=600)
+    for row, (name, pages) in enumerate(TABLE):
+        left = 20 + 430 * row
+        d.text(left, 60, f"table_idx {row}\n{name[lang]}", "start")
+        for i, page in enumerate(pages):
+            d.box(left + 130 + 52 * i, 44, 48, 32, str(page), KINDS[row])
+            d.arrow((left + 154 + 52 * i, 76), (57 + 79 * page, 184))
+    for page in range(10):
+        kind = KINDS[OWNERS[page]] if page in OWNERS else "empty"
+        d.box(20 + 79 * page, 186, 75, 32, str(page), kind)
+        d.text(57 + 79 * page, 232, f"{4 * page} – {4 * page + 3}", size=11)
+    return d
+
+
+FIGURES = {"memory": memory, "table": table}
 
 if __name__ == "__main__":
     write(__file__, FIGURES)
